@@ -23,7 +23,7 @@ def failing_as(error_type: type[CheckpointError]) -> FailsAs:
     """
 
     def error_of(failure: Failure) -> Exception:
-        local_error = failure.own
+        local_error = failure.local_error
         if local_error is None:  # another rank failed, which is known by its name and words only
             return error_type(f"{failure.name}: {failure.words}")
         if isinstance(local_error, PenstockError) and not isinstance(local_error, error_type):

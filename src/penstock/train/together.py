@@ -16,8 +16,8 @@ STALLED_AFTER_S = 1800.0
 
 def same_words(failure: Failure) -> Exception:
     """Return an error with the words of the rank that failed, so that they are printed once; a bug it reports alone."""
-    if failure.own is not None:
-        return failure.own
+    if failure.local_error is not None:
+        return failure.local_error
     if failure.is_expected:
         return PenstockError(failure.text)
     return PeerLost(f"rank {failure.rank} failed: {failure.words}", rank=failure.rank)

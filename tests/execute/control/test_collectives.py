@@ -173,7 +173,7 @@ def test_what_is_raised_for_a_failure_is_the_callers_to_choose_also_on_the_rank_
     planted, seen = KeyError("planted"), []
 
     def fails_as(failure):
-        seen.append((failure.rank, failure.kind, failure.text, failure.is_expected, failure.own))
+        seen.append((failure.rank, failure.kind, failure.text, failure.is_expected, failure.local_error))
         return CheckpointError(failure.words)
 
     errors = [error for error, _ in of_ranks({1: planted}, fails_as)]

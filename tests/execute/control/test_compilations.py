@@ -112,8 +112,8 @@ def test_only_the_last_layouts_are_kept_and_none_where_nothing_is_compiled():
         ranks.step(other=1, inputs=inputs)
     ranks.step(other=1, inputs=100)
 
-    assert not plain.own._settled
-    assert len(ranks.own._settled) == MAX_LAYOUTS
+    assert not plain.own._settled_layouts
+    assert len(ranks.own._settled_layouts) == MAX_LAYOUTS
     assert [ranks.step(other=1, inputs=inputs) for inputs in (100, 43, 200)] == [
         DEADLINE_S,
         COMPILE_DEADLINE_S,  # ran longest ago

@@ -43,7 +43,7 @@ class Extra(StrEnum):
     VALUES = "a look at all values (find_not_finite)"
 
 
-def _given(text: str = "", digest_of: str = "") -> dict[str, Rule]:
+def _batch_rule(text: str = "", digest_of: str = "") -> dict[str, Rule]:
     """Return the rule of a part of the batch; `text` says what its values are."""
     return fix(f"{text}Pass the same batch on every rank, or nothing where a rank needs none", digest_of=digest_of)
 
@@ -74,10 +74,10 @@ class StepProposal:
     # If this differed, some stages would have the mean of all steps, others of the last one; or ranks would wait for
     # gradients of tied parameters that nobody sends.
     no_sync: str = field(default="none", metadata=fix("Enter no_sync() on every rank for the same steps"))
-    """Which `no_sync` the step is within; the text of its call."""
-    inputs: int | None = field(default=None, metadata=_given(digest_of=_LAYOUT))
-    """A digest of their layout; None where the rank was given none. So are the next two."""
-    keywords: int | None = field(default=None, metadata=_given(digest_of=_LAYOUT))
+    """The `no_sync` that the step is within, as the text of its call."""
+    inputs: int | None = field(default=None, metadata=_batch_rule(digest_of=_LAYOUT))
+    """Digest of the layout of the inputs; None where the rank was given none. `keywords` and `target` are such, too."""
+    keywords: int | None = field(default=None, metadata=_batch_rule(digest_of=_LAYOUT))
     position: int | None = field(
         default=None,
         metadata=fix(
@@ -85,16 +85,16 @@ class StepProposal:
             "ranks"
         ),
     )
-    target: int | None = field(default=None, metadata=_given(digest_of=_LAYOUT))
+    target: int | None = field(default=None, metadata=_batch_rule(digest_of=_LAYOUT))
     sizes: Sequence[int] | None = field(
         default=None,
-        metadata=_given(
+        metadata=_batch_rule(
             "These are the rows of microbatches: in specs, mark a PreSplit of something other than rows Replicate(). "
         ),
     )
-    """None where the rank was given nothing to split."""
-    lengths: Sequence[int] | None = field(default=None, metadata=_given("These are the lengths of slices. "))
-    """Of each microbatch; None where the rank was given nothing to cut."""
+    """Rows of each microbatch; None where the rank was given nothing to split."""
+    lengths: Sequence[int] | None = field(default=None, metadata=_batch_rule("These are the lengths of slices. "))
+    """Lengths of the slices of each microbatch; None where the rank was given nothing to cut."""
     uncut_rows: Sequence[Sequence[Any]] = ()
     """Pairs (rows, why a batch of so many is refused), from a rank that was given nothing to split."""
 
@@ -108,20 +108,20 @@ class StepProposal:
     copies: Sequence[CopyDigest] = ()
     """Digests of the rank's copies of tied parameters; empty where they are not compared."""
     attempt: int = 0
-    """How many steps the rank had begun before, those that failed or were refused included."""
+    """Number of steps that the rank has begun before, those that failed or were refused included."""
     trained: int = 0
     """Stands for which of the rank's parameters need gradients; 0 without parameters, and where none is to get one."""
     num_compilations: int = 0
-    """How often it has compiled (`Compilations.num_reported`); 0 where none of its layers are compiled."""
+    """What `Compilations.num_reported` says of the rank; 0 where none of its layers are compiled."""
     refusal: str = ""
     """Why the rank cannot run the step."""
     is_end_of_data: bool = False
-    """Whether it refuses the step because its stream is over."""
+    """Whether the rank refuses the step because its stream is over."""
 
 
-_FIELDS = tuple(each.name for each in fields(StepProposal))
+_FIELDS = tuple(entry.name for entry in fields(StepProposal))
 RULES = rules_of(StepProposal)
-"""By field that must be equal on all ranks."""
+"""Rules of the fields that must be equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class AgreedStep:
     sizes: Sequence[int]
     """Rows of each microbatch, from whichever rank knows them; empty if none does."""
     lengths: Sequence[int]
-    """Lengths of the slices, likewise."""
+    """Lengths of the slices of each microbatch, from whichever rank knows them; empty if none does."""
     wanting_outputs: frozenset[int]
     attempt: int
     """A number that no step of these ranks has had before."""
@@ -151,38 +151,40 @@ class AgreedStep:
     """Whether a training step has parameters, but none on any rank that needs a gradient."""
     is_training: bool
     compilations: Sequence[int]
-    """By rank."""
+    """What `Compilations.num_reported` says of each rank."""
     signature: str
     """Stands for the batch of all ranks: equal signatures mean equal shapes on every stage."""
     has_target: bool
     """Whether any rank was given a target."""
     job_signature: str
-    """With replicas, that of the batches of all."""
+    """Signature of the batches of all replicas."""
     weight: BatchWeight | None = None
-    """With replicas, that of the batches of all."""
+    """Weight of the batches of all replicas; None where there is one replica."""
     most_microbatches: int = 0
-    """Of any replica; an evaluation of few rows has fewer."""
+    """Number of microbatches of the replica that has most; in an evaluation of few rows others have fewer."""
     has_equal_batches: bool = False
     """Whether all replicas were given one batch, as far as they have compared it."""
 
     @classmethod
     def of(cls, proposals: Sequence[StepProposal]) -> Self:
         """Put together what the ranks of one pipeline have proposed."""
-        trained = digest(str([each.trained for each in proposals])) if any(e.trained for e in proposals) else 0
-        given = [max(getattr(each, name) or 0 for each in proposals) for name in ("inputs", "keywords", "target")]
+        trained_digests = [proposal.trained for proposal in proposals]
+        trained = digest(str(trained_digests)) if any(trained_digests) else 0
+        names = ("inputs", "keywords", "target")
+        batch_digests = [max(getattr(proposal, name) or 0 for proposal in proposals) for name in names]
         mode = proposals[0].mode
-        signature = " ".join(map(str, (mode.name, *given, trained)))
+        signature = " ".join(map(str, (mode.name, *batch_digests, trained)))
         return cls(
-            sizes=_first_given([each.sizes for each in proposals]),
-            lengths=_first_given([each.lengths for each in proposals]),
-            wanting_outputs=frozenset(rank for rank, each in enumerate(proposals) if each.wants_outputs),
-            attempt=max(each.attempt for each in proposals),
+            sizes=_first_known([proposal.sizes for proposal in proposals]),
+            lengths=_first_known([proposal.lengths for proposal in proposals]),
+            wanting_outputs=frozenset(rank for rank, proposal in enumerate(proposals) if proposal.wants_outputs),
+            attempt=max(proposal.attempt for proposal in proposals),
             trained=trained,
-            is_frozen=max(each.trained for each in proposals) == ALL_FROZEN,
+            is_frozen=max(trained_digests) == ALL_FROZEN,
             is_training=mode.is_training,
-            compilations=[each.num_compilations for each in proposals],
+            compilations=[proposal.num_compilations for proposal in proposals],
             signature=signature,
-            has_target=given[-1] > 0,
+            has_target=batch_digests[-1] > 0,
             job_signature=signature,
         )
 
@@ -206,19 +208,19 @@ def refusing(error: PenstockError) -> dict[str, Any]:
     return {"refusal": str(error) or type(error).__name__, "is_end_of_data": isinstance(error, EndOfData)}
 
 
-def agree_on_step(control: Control, own: StepProposal) -> list[StepProposal]:
+def agree_on_step(control: Control, proposal: StepProposal) -> list[StepProposal]:
     """Exchange what every rank is about to run; one small gather.
 
     Raises:
         StepRefused: if the ranks run different things, or one refuses; the same on every rank, and no data has been
             sent yet.
     """
-    report = {name: getattr(own, name) for name in _FIELDS}  # asdict would copy every value, deeply
-    everyone = cast(list[dict[str, Any]], control.all_gather_object(report))
-    proposals = list(map(_proposal, everyone))
-    # First, since a rank that refuses the step does not know what the others ask of it, such as a recording.
+    report = {name: getattr(proposal, name) for name in _FIELDS}  # asdict would make deep copies of all values
+    reports = cast(list[dict[str, Any]], control.all_gather_object(report))
+    proposals = list(map(_proposal, reports))
+    # Refusals come first: a rank that refuses the step does not know what the others ask of it, such as a recording.
     _refuse_together(proposals, control)
-    require_equal(everyone, control.names, RULES, StepRefused)
+    require_equal(reports, control.names, RULES, StepRefused)
     for name, use in _USES.items():
         _require_where_taken(proposals, name, use, control.names)
     require_equal_digests([proposal.copies for proposal in proposals], control.names, StepRefused)
@@ -232,40 +234,39 @@ _USES = {
         "holds a last stage and so computes losses; pass the target to every rank that holds the last stage of a route",
     ),
 }
-"""By field: what it is, and why a rank that `takes_` it needs it where any rank was given it."""
+"""Of each field, its noun in messages, and why a rank that `takes_` it needs it where any rank was given it."""
 
 
 def _require_where_taken(proposals: Sequence[StepProposal], name: str, use: tuple[str, str], names: RankNames) -> None:
-    """Refuse what only some of the ranks got that have a use for it. Raises: StepRefused."""
-    takes = f"takes_{name}"
-    given = [rank for rank, each in enumerate(proposals) if getattr(each, name) is not None]
-    lacking = [rank for rank, each in enumerate(proposals) if getattr(each, takes) and getattr(each, name) is None]
-    if given and lacking:
-        what, reason = use
-        raise StepRefused(
-            f"{names[given[0]]} was given {what}, {names[lacking[0]]} was not, but {reason}",
-            rank=names.numbers[lacking[0]],
-        )
+    """Refuse a part of the batch that only some of the ranks got that have a use for it. Raises: StepRefused."""
+    ranks_with = [rank for rank, proposal in enumerate(proposals) if getattr(proposal, name) is not None]
+    takers = [rank for rank, proposal in enumerate(proposals) if getattr(proposal, f"takes_{name}")]
+    rank = next((taker for taker in takers if taker not in ranks_with), None)
+    if ranks_with and rank is not None:
+        noun, reason = use
+        text = f"{names[ranks_with[0]]} was given {noun}, {names[rank]} was not, but {reason}"
+        raise StepRefused(text, rank=names.numbers[rank])
 
 
 def _refuse_together(proposals: Sequence[StepProposal], control: Control) -> None:
     """Refuse the step where a rank does; the end of the data counts before other reasons. Raises: StepRefused."""
-    refused = [rank for rank, each in enumerate(proposals) if each.refusal]
-    ended = [rank for rank in refused if proposals[rank].is_end_of_data]
-    if not refused:
+    refusing_ranks = [rank for rank, proposal in enumerate(proposals) if proposal.refusal]
+    ranks_at_end = [rank for rank in refusing_ranks if proposals[rank].is_end_of_data]
+    if not refusing_ranks:
         return
-    rank = (ended or refused)[0]
+    rank = (ranks_at_end or refusing_ranks)[0]
     text, number = proposals[rank].refusal, control.names.numbers[rank]
-    if ended:
+    if ranks_at_end:
         raise EndOfData(text, rank=number)
-    own = proposals[control.rank].refusal
-    raise StepRefused(own or f"{control.names[rank]} refuses the step: {text}", rank=number)
+    raise StepRefused(proposals[control.rank].refusal or f"{control.names[rank]} refuses the step: {text}", rank=number)
 
 
 def _proposal(report: Mapping[str, Any]) -> StepProposal:
-    values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in report.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in report.items()
+    }
     return StepProposal(**values | {"mode": Mode(report["mode"]), "extra": Extra(report["extra"])})
 
 
-def _first_given(views: Sequence[Sequence[int] | None]) -> Sequence[int]:
+def _first_known(views: Sequence[Sequence[int] | None]) -> Sequence[int]:
     return next((view for view in views if view is not None), ())

@@ -49,15 +49,15 @@ class Failure:
     """A failure of this rank, or of the first rank that failed."""
 
     rank: int
-    """Its number."""
+    """Number of the rank that failed."""
     name: str
-    """As messages have it: `rank 3`."""
+    """Name of that rank in messages, such as `rank 3`."""
     kind: str
-    """The name of the error's type."""
+    """Name of the error's type."""
     text: str
     is_expected: bool
-    """Whether it is a PenstockError; any other may be a bug."""
-    own: Exception | None
+    """Whether the error is a PenstockError; any other may be a bug."""
+    local_error: Exception | None
     """The error itself; None if it is another rank's."""
 
     @property
@@ -72,7 +72,7 @@ FailsAs = Callable[[Failure], Exception]
 
 def as_config_error(failure: Failure) -> Exception:
     """Keep the rank's own error; on other ranks return a ConfigError that names the rank."""
-    return ConfigError(f"{failure.name}: {failure.words}") if failure.own is None else failure.own
+    return ConfigError(f"{failure.name}: {failure.words}") if failure.local_error is None else failure.local_error
 
 
 class Control:
@@ -91,7 +91,7 @@ class Control:
         self.places = places or Places.of(transport)
         self.names = self.places.names
         self.rank, self.num_ranks = self.places.index, len(self.names.numbers)
-        """Of all ranks, one replica after another."""
+        """The ranks of all replicas are counted, one replica after another."""
 
     @classmethod
     def of(cls, places: Places) -> Self:
@@ -105,7 +105,7 @@ class Control:
 
     @property
     def limit_s(self) -> float:
-        """How long a collective may last that begins now."""
+        """Seconds that a collective may last that begins now."""
         return self.transport.deadline_s if self._limit_s is None else self._limit_s
 
     def across(self, value: object) -> list[Any]:
@@ -115,7 +115,7 @@ class Control:
             return [json.loads(text)]
         labels = [*self.calls.of_replica] or [b""] * self.transport.num_ranks
         labels[self.transport.rank] = self._label()
-        return [json.loads(theirs) for theirs in self._gather_replicas(data, labels, text, self._end_s())]
+        return [json.loads(replica_text) for replica_text in self._gather_replicas(data, labels, text, self._end_s())]
 
     def all_gather_object(self, value: object) -> list[object]:
         """Give every rank the plain values of all ranks, in rank order.
@@ -134,24 +134,25 @@ class Control:
             Exception: on every rank, what `fails_as` returns, if `make` fails on any; a rank that failed is asked about
                 its own failure, the others about the first one's.
         """
-        own: Exception | None = None
+        local_error: Exception | None = None
         try:
             text = self._encoded(make())
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            own = error
+            local_error = error
             if isinstance(error, PipelineError):
                 error.blame(self.names.numbers[self.rank])
             text = self._encoded({_FAILURE: [type(error).__name__, str(error), isinstance(error, PenstockError)]})
-        everyone = [json.loads(theirs) for theirs in self._gather_texts(text)]
-        failed = [rank for rank, theirs in enumerate(everyone) if isinstance(theirs, dict) and _FAILURE in theirs]
-        if not failed:
-            return everyone
-        rank = failed[0] if own is None else self.rank
-        kind, words, is_expected = everyone[rank][_FAILURE]
-        raised = fails_as(Failure(self.names.numbers[rank], self.names[rank], kind, words, is_expected, own))
-        if raised is own:
-            raise raised
-        raise raised from own
+        results = [json.loads(result) for result in self._gather_texts(text)]
+        failed_ranks = [rank for rank, result in enumerate(results) if isinstance(result, dict) and _FAILURE in result]
+        if not failed_ranks:
+            return results
+        rank = failed_ranks[0] if local_error is None else self.rank
+        kind, words, is_expected = results[rank][_FAILURE]
+        failure = Failure(self.names.numbers[rank], self.names[rank], kind, words, is_expected, local_error)
+        rank_error = fails_as(failure)
+        if rank_error is local_error:
+            raise rank_error
+        raise rank_error from local_error
 
     def on_rank_0(self, make: Callable[[], object], fails_as: FailsAs = as_config_error) -> Any:
         """Call `make` on rank 0 alone and return its result on every rank. Raises: as `together`."""
@@ -169,9 +170,9 @@ class Control:
             refuse_within_step(self)
         return self.calls.current or label(UNNAMED)
 
-    def _gather_texts(self, own: bytes) -> list[bytes]:
+    def _gather_texts(self, text: bytes) -> list[bytes]:
         end_s, data = self._end_s(), self.places.data
-        lines = self._gather_over(self.transport, self._label() + b"\n" + own, end_s)
+        lines = self._gather_over(self.transport, self._label() + b"\n" + text, end_s)
         labels = [line.partition(b"\n")[0] for line in lines]
         # JSON on one line: no text has a line break.
         texts = [line.partition(b"\n")[2] for line in lines]
@@ -180,32 +181,33 @@ class Control:
         if data is None:
             require_one_call(labels, self.names)
             return texts
-        # Also where the labels differ: the other replicas wait for this hop, and learn of it there.
-        of_replicas = self._gather_replicas(data, labels, b"\n".join(texts), end_s)
-        return b"\n".join(of_replicas).split(b"\n")
+        # This hop follows also where the labels differ: the other replicas wait for it, and learn of it there.
+        replica_texts = self._gather_replicas(data, labels, b"\n".join(texts), end_s)
+        return b"\n".join(replica_texts).split(b"\n")
 
-    def _gather_replicas(self, data: Transport, labels: Sequence[bytes], own: bytes, end_s: float) -> list[bytes]:
+    def _gather_replicas(self, data: Transport, labels: Sequence[bytes], text: bytes, end_s: float) -> list[bytes]:
         """Return what the ranks that hold the same stages say, one per replica; the second hop."""
         num_ranks = len(labels)
-        lines = [text.split(b"\n", num_ranks) for text in self._gather_over(data, b"\n".join([*labels, own]), end_s)]
+        messages = self._gather_over(data, b"\n".join([*labels, text]), end_s)
+        lines = [message.split(b"\n", num_ranks) for message in messages]
         for line in lines:
-            if len(line) == 1:  # of a rank that has left, which is known alone of its replica
+            if len(line) == 1:  # a rank that has left sends its own label alone
                 line[:] = [line[0] if rank == self.transport.rank else b"" for rank in range(num_ranks)]
-        require_one_call([one for line in lines for one in line[:num_ranks]], self.names)
+        require_one_call([label for line in lines for label in line[:num_ranks]], self.names)
         return [line[num_ranks] for line in lines]
 
-    def _gather_over(self, transport: Transport, own: bytes, end_s: float) -> list[bytes]:
+    def _gather_over(self, transport: Transport, text: bytes, end_s: float) -> list[bytes]:
         """Return the texts of all ranks; of one that has left in good order, its label alone."""
-        room = HEAD_BYTES - LENGTH.size
-        others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
-        head_and_rest = LENGTH.pack(len(own)) + own[:room].ljust(room), own[room:]
+        room_bytes = HEAD_BYTES - LENGTH.size
+        peers = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
+        head_and_rest = LENGTH.pack(len(text)) + text[:room_bytes].ljust(room_bytes), text[room_bytes:]
         parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in head_and_rest if part]
         sends: list[Ticket] = []
         heads: dict[int, tuple[Ticket, Tensor]] = {}
         departed: dict[int, bytes] = {}
-        texts, rests = [own] * transport.num_ranks, {}
+        texts, rests = [text] * transport.num_ranks, {}
         # Sends and receives are posted before anything is waited for, so no two ranks wait for each other.
-        for peer in others:
+        for peer in peers:
             try:
                 sends += [transport.post_send(peer, part, Tag.CONTROL) for part in parts]
                 heads[peer] = _receive(transport, peer, HEAD_BYTES)
@@ -214,11 +216,11 @@ class Control:
         for peer, (ticket, head) in heads.items():
             try:
                 _wait(transport, ticket, end_s)
-                text = head.numpy().tobytes()
-                (num_bytes,) = LENGTH.unpack_from(text)
-                texts[peer] = text[LENGTH.size : LENGTH.size + num_bytes]
-                if num_bytes > room:
-                    rests[peer] = _receive(transport, peer, num_bytes - room)
+                message = head.numpy().tobytes()
+                (num_bytes,) = LENGTH.unpack_from(message)
+                texts[peer] = message[LENGTH.size : LENGTH.size + num_bytes]
+                if num_bytes > room_bytes:
+                    rests[peer] = _receive(transport, peer, num_bytes - room_bytes)
             except PeerLost as error:
                 departed[peer] = _departed_label(self.calls, transport, peer, error)
         for peer, (ticket, rest) in rests.items():

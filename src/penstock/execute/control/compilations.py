@@ -43,27 +43,27 @@ class Compilations:
         self._layers = layers
         self._shares_process = any(map(shares_process, places.transports))
         self._num_begun = 0
-        self._settled: dict[str, None] = {}
+        self._settled_layouts: dict[str, None] = {}
         """The last batch layouts in whose last step no rank compiled anything, in the order of these steps."""
-        self._last: tuple[str, Sequence[int]] | None = None
-        """Layout of the last step, and all ranks' numbers before it."""
-        self._recent: deque[str] = deque(maxlen=MANY)
+        self._last_step: tuple[str, Sequence[int]] | None = None
+        """Layout of the last step, and the numbers that all ranks reported before it."""
+        self._recent_shapes: deque[str] = deque(maxlen=MANY)
         """The shapes of the last training steps, as long as each has compiled something."""
         self._is_warned = False
 
     def num_reported(self) -> int:
-        """Return what this rank says before a step: 0 if nothing of it is compiled, else how often it was, and one."""
-        # The first layers again each time: they may be compiled after the pipeline was made.
+        """Return what this rank reports before a step: 0 if it compiles nothing, else 1 and its compilations so far."""
+        # The layers are looked at again each time: they may be compiled after the pipeline was made.
         is_compiling = self.has_compiled_layers or any(map(is_compiled, self._layers))
         return self._num_begun + is_compiling
 
     def forget(self) -> None:
-        """Forget the last step, which failed, so that what it would have compiled is not known."""
-        self._last = None
+        """Forget the last step: it failed, so nobody knows what it would have compiled."""
+        self._last_step = None
 
     @contextmanager
-    def in_step(self, agreed: AgreedStep, given: Sequence[Any]) -> Iterator[None]:
-        """Run a step in here; tensors among what this rank was given are what a warning shows the shapes of."""
+    def in_step(self, agreed: AgreedStep, batch_values: Sequence[Any]) -> Iterator[None]:
+        """Run a step in here; a warning shows the shapes of the tensors among this rank's `batch_values`."""
         num_before = self._num_begun
         with ExitStack() as stack:
             if self._may_compile(agreed):
@@ -72,47 +72,47 @@ class Compilations:
             stack.callback(self._watch())
             yield
         if agreed.is_training:
-            self._note_step(given, has_compiled=self._num_begun > num_before)
+            self._note_step(batch_values, has_compiled=self._num_begun > num_before)
 
     def _may_compile(self, agreed: AgreedStep) -> bool:
         if not any(agreed.compilations):
             return False
-        if self._last is not None:
-            layout, before = self._last
-            self._settled.pop(layout, None)  # the newest comes last
-            if before == agreed.compilations:
-                self._settled[layout] = None
-            if len(self._settled) > MAX_LAYOUTS:  # waiting too long for a forgotten one does no harm
-                del self._settled[next(iter(self._settled))]
-        self._last = agreed.job_signature, agreed.compilations
-        return agreed.job_signature not in self._settled
+        if self._last_step is not None:
+            layout, previous_counts = self._last_step
+            self._settled_layouts.pop(layout, None)  # the newest comes last
+            if previous_counts == agreed.compilations:
+                self._settled_layouts[layout] = None
+            if len(self._settled_layouts) > MAX_LAYOUTS:  # waiting too long for a forgotten one does no harm
+                del self._settled_layouts[next(iter(self._settled_layouts))]
+        self._last_step = agreed.job_signature, agreed.compilations
+        return agreed.job_signature not in self._settled_layouts
 
     def _watch(self) -> Callable[[], None]:
         thread = threading.get_ident()
 
-        def is_own() -> bool:
+        def is_own_compilation() -> bool:
             # On a GPU a backward is compiled on a thread of autograd; ranks that are threads compute on the CPU.
             return not self._shares_process or threading.get_ident() == thread
 
         def begin() -> None:
-            if is_own():
+            if is_own_compilation():
                 self._num_begun += 1
                 self._board.note_state(State.COMPILING)
 
-        return watch_compilations(begin, lambda: self._board.note_run() if is_own() else None)
+        return watch_compilations(begin, lambda: self._board.note_run() if is_own_compilation() else None)
 
-    def _note_step(self, given: Sequence[Any], *, has_compiled: bool) -> None:
+    def _note_step(self, batch_values: Sequence[Any], *, has_compiled: bool) -> None:
         if not has_compiled:
-            self._recent.clear()
+            self._recent_shapes.clear()
             return
-        shapes = [str(tuple(each.shape)) for each in given if isinstance(each, Tensor)]
-        self._recent.append(" and ".join(shapes) or "known to other ranks")
-        if len(self._recent) == MANY and not self._is_warned:
+        shapes = [str(tuple(value.shape)) for value in batch_values if isinstance(value, Tensor)]
+        self._recent_shapes.append(" and ".join(shapes) or "known to other ranks")
+        if len(self._recent_shapes) == MANY and not self._is_warned:
             self._is_warned = True
             warn(
                 f"{self._board.name}: compiled layers were compiled again in each of the last {MANY} steps, whose "
-                f"batches had the shapes {'; '.join(self._recent)}. Pad batches to a few shapes, mark what varies by "
-                "torch._dynamo.mark_dynamic, or see why with TORCH_LOGS=recompiles"
+                f"batches had the shapes {'; '.join(self._recent_shapes)}. Pad batches to a few shapes, mark what "
+                "varies by torch._dynamo.mark_dynamic, or see why with TORCH_LOGS=recompiles"
             )
 
 

@@ -6,7 +6,7 @@ from penstock.errors import PipelineError
 from penstock.execute.transport.rank_names import RankNames
 
 CopyDigest = tuple[int, int, str, int]
-"""Tied group, place of the parameter in it, its name on the rank, and the digest of its values."""
+"""Tied group, index of the parameter in it, its name on the rank, and the digest of its values."""
 
 
 TREAT_COPIES_ALIKE = (
@@ -16,17 +16,17 @@ TREAT_COPIES_ALIKE = (
 
 
 def require_equal_digests(
-    everyone: Sequence[Sequence[CopyDigest]], names: RankNames, fails_as: type[PipelineError] = PipelineError
+    digests_of_ranks: Sequence[Sequence[CopyDigest]], names: RankNames, fails_as: type[PipelineError] = PipelineError
 ) -> None:
-    """Make sure that all holders of a tied parameter hold the same values; `everyone` has the digests of each rank.
+    """Make sure that all holders of a tied parameter hold the same values.
 
     Raises:
         PipelineError: `fails_as`, on every rank alike, naming the parameter and the ranks.
     """
-    first: dict[tuple[int, int], tuple[int, str, int]] = {}
-    for rank, copies in enumerate(everyone):
+    first_holder: dict[tuple[int, int], tuple[int, str, int]] = {}
+    for rank, copies in enumerate(digests_of_ranks):
         for group, place, name, bits in copies:
-            owner, owner_name, expected = first.setdefault((group, place), (rank, name, bits))
+            owner, owner_name, expected = first_holder.setdefault((group, place), (rank, name, bits))
             if bits != expected:
                 raise fails_as(
                     f"{names[owner]} holds {owner_name!r}, and {names[rank]} its copy {name!r}, whose values differ; "

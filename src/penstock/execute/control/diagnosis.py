@@ -14,9 +14,9 @@ from typing import NamedTuple, Self
 from penstock.execute.control.positions import SEPARATOR, PositionBoard, RankPosition, State, first_verdict, read_all
 
 SETTLE_S = 0.1
-"""So long may ranks that fail at the same time take to write down their findings."""
+"""Seconds that ranks which fail at the same time may take to write down their findings."""
 LOOKS_FOR_DEATH = 10
-"""A killed process closes its connections a moment before it counts as gone."""
+"""Number of looks for a process that is gone: a killed one closes its connections a moment before it counts as gone."""
 STACK_LINES = 20
 LEGEND = (
     "(an instruction is named stage, kind, microbatch: 2F1 is the forward of stage 2 on microbatch 1, B its backward)"
@@ -24,7 +24,7 @@ LEGEND = (
 
 
 Describe = Callable[[int, int], str]
-"""(rank, row) -> the text of an instruction; empty for a row after the last."""
+"""Returns the text of an instruction by its rank and row; empty for a row after the last."""
 
 
 class Cause(StrEnum):
@@ -52,11 +52,11 @@ class Verdict(NamedTuple):
     finding: str = ""
     """`PipelineError.finding` of what the culprit raised."""
     name: str = ""
-    """The culprit's."""
+    """Name of the culprit."""
     positions: str = ""
-    """Where all ranks were, with the legend."""
+    """Table of where all ranks were, with the legend."""
     stack: str = ""
-    """The inner end of where the culprit was; empty where that is not known."""
+    """The innermost calls of the culprit; empty where they are not known."""
 
     @property
     def heading(self) -> str:
@@ -88,7 +88,7 @@ def diagnose(board: PositionBoard, describe: Describe, *, peer: int | None = Non
     """
     recorded = first_verdict(board)
     if not recorded:
-        finding = _look(board, describe, peer)
+        finding = _find_culprit(board, describe, peer)
         board.note_verdict(_with_positions(finding, read_all(board), describe).packed())
         # Ranks that looked at the same moment have written one each: all of them adopt the first.
         time.sleep(SETTLE_S)
@@ -111,34 +111,34 @@ def process_trouble(pid: int) -> str:
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "")
 
 
-def _look(board: PositionBoard, describe: Describe, peer: int | None) -> Verdict:
+def _find_culprit(board: PositionBoard, describe: Describe, peer: int | None) -> Verdict:
     # Several looks: an error of a lost connection may come before its cause can be seen on the board or in /proc.
     for _ in range(LOOKS_FOR_DEATH):
         positions = read_all(board)
-        finding = _failed(positions, describe) or _broken(positions, describe)
+        finding = _first_failure(positions, describe) or _first_dead_process(positions, describe)
         if finding is not None:
             return finding
         time.sleep(SETTLE_S / LOOKS_FOR_DEATH)
     return _end_of_waits(positions, board.rank, describe, peer)
 
 
-def _failed(positions: list[RankPosition], describe: Describe) -> Verdict | None:
-    failed = [position for position in positions if position.state is State.FAILED and position.failure]
-    if not failed:
+def _first_failure(positions: list[RankPosition], describe: Describe) -> Verdict | None:
+    failed_positions = [position for position in positions if position.state is State.FAILED and position.failure]
+    if not failed_positions:
         return None
-    first = min(failed, key=lambda position: (position.since_s, position.rank))
+    first = min(failed_positions, key=lambda position: (position.since_s, position.rank))
     assert first.failure is not None
     within = f", in {first.failure.place}," if first.failure.place else ""
     reason = f"{place_of(first, describe)}{within} it raised {first.failure.summary}"
     return Verdict(first.rank, Cause.RAISED, reason, first.failure.finding)
 
 
-def _broken(positions: list[RankPosition], describe: Describe) -> Verdict | None:
-    seen = [position for position in positions if position.state not in (State.UNKNOWN, State.DONE)]
-    troubles = [process_trouble(position.pid) for position in seen]
+def _first_dead_process(positions: list[RankPosition], describe: Describe) -> Verdict | None:
+    visible_positions = [position for position in positions if position.state not in (State.UNKNOWN, State.DONE)]
+    troubles = [process_trouble(position.pid) for position in visible_positions]
     for cause in (Cause.GONE, Cause.STOPPED):
         if cause in troubles:
-            first = seen[troubles.index(cause)]
+            first = visible_positions[troubles.index(cause)]
             reason = f"its process {first.pid} is {cause}, {place_of(first, describe)}"
             return Verdict(first.rank, cause, reason)
     return None
@@ -146,25 +146,25 @@ def _broken(positions: list[RankPosition], describe: Describe) -> Verdict | None
 
 def _end_of_waits(positions: list[RankPosition], rank: int, describe: Describe, peer: int | None) -> Verdict:
     """Follow who waits for whom from this rank to one that does not wait, or around a cycle."""
-    of_rank = {position.rank: position for position in positions}
+    position_by_rank = {position.rank: position for position in positions}
     path = [rank]
-    following = peer if peer is not None else of_rank[rank].peer
-    while following is not None and following not in path:
-        path.append(following)
-        following = of_rank[following].peer
-    if following is not None:
-        return _cycle([of_rank[each] for each in path[path.index(following) :]], describe)
-    return Verdict(path[-1], Cause.STILL, _why(of_rank[path[-1]], describe))
+    next_rank = peer if peer is not None else position_by_rank[rank].peer
+    while next_rank is not None and next_rank not in path:
+        path.append(next_rank)
+        next_rank = position_by_rank[next_rank].peer
+    if next_rank is not None:
+        return _cycle([position_by_rank[number] for number in path[path.index(next_rank) :]], describe)
+    return Verdict(path[-1], Cause.STILL, _reason_of(position_by_rank[path[-1]], describe))
 
 
 def _cycle(positions: list[RankPosition], describe: Describe) -> Verdict:
     waits = [f"{position.name} {place_of(position, describe)} waits for" for position in positions]
-    following = [position.name for position in (*positions[1:], positions[0])]
-    chain = ", ".join(f"{wait} {name}" for wait, name in zip(waits, following, strict=True))
+    next_names = [position.name for position in (*positions[1:], positions[0])]
+    chain = ", ".join(f"{wait} {name}" for wait, name in zip(waits, next_names, strict=True))
     return Verdict(None, Cause.CYCLE, f"a message was lost or the orders do not match: {chain}")
 
 
-def _why(position: RankPosition, describe: Describe) -> str:
+def _reason_of(position: RankPosition, describe: Describe) -> str:
     age = f"{time.monotonic() - position.since_s:.1f} s"
     match position.state:
         case State.UNKNOWN:
@@ -189,7 +189,7 @@ def place_of(position: RankPosition, describe: Describe) -> str:
 
 
 def _with_positions(finding: Verdict, positions: list[RankPosition], describe: Describe) -> Verdict:
-    culprit = next((each for each in positions if each.rank == finding.culprit), None)
+    culprit = next((position for position in positions if position.rank == finding.culprit), None)
     stack = [] if culprit is None else _stack(culprit)
     table = "\n".join([*position_table(positions, describe), LEGEND])
     name = "" if culprit is None else culprit.name
@@ -197,7 +197,7 @@ def _with_positions(finding: Verdict, positions: list[RankPosition], describe: D
 
 
 def _stack(position: RankPosition) -> list[str]:
-    """The inner end of where a rank was: the end of a traceback, or the beginning of a watchdog's view."""
+    """Return the innermost calls of a rank: the end of a traceback, or the beginning of a watchdog's view."""
     if position.failure is not None:
         return position.failure.calls.splitlines()[-STACK_LINES:]
     return position.stack.splitlines()[:STACK_LINES]

@@ -35,7 +35,7 @@ from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.places import Places
 
 NUM_CALLS = 6
-"""Of a traceback, the innermost calls that the other ranks are shown."""
+"""Number of innermost calls of a traceback that the other ranks are shown."""
 _OTHER_RECOMPUTE = (
     "A checkpointed layer did something else when it ran again for its backward. Let it depend on its inputs and "
     "weights alone; what draws at random must draw the same again, so let it draw from torch's default generators, "
@@ -53,7 +53,7 @@ class FailureReporter:
         describe: Describe,
         rows_of: Callable[[BaseException], Sequence[int]] = lambda error: (),
     ) -> None:
-        """`rows_of` returns the rows of this rank that an error may come from; none: it is from the current one."""
+        """`rows_of` returns the rows of this rank that an error may come from; if none, it is from the current row."""
         self._places = places
         self._describe = describe
         self._rows_of = rows_of
@@ -62,8 +62,8 @@ class FailureReporter:
         self._calls = calls_of(places.pipeline)
         self._calls.departure_of = partial(departure_of, board)
         self._at_exit = atexit.register(partial(_note_end, weakref.ref(board), os.getpid()))
-        self._unblocking = _Unblocking(places)
-        self._watchdog = Watchdog(board, places.pipeline.deadline_s, unblock=self._unblocking.look)
+        self._unblocker = _Unblocker(places)
+        self._watchdog = Watchdog(board, places.pipeline.deadline_s, unblock=self._unblocker.look)
         # A pipeline that is dropped without close() takes its thread along.
         weakref.finalize(self, self._watchdog.stop)
         weakref.finalize(self, _note_drop, board, os.getpid()).atexit = False
@@ -81,27 +81,27 @@ class FailureReporter:
             self._places.recover()
             self.board.begin_epoch()
             self._has_failed = False
-        self._unblocking.begin()
+        self._unblocker.begin()
         self.board.note_step(step)
         self._watchdog.start()
         return has_recovered
 
     def end(self) -> None:
         """Note that a step is over. Raises: PeerLost, DeadlineExceeded, where it has ended without its messages."""
-        error = self._unblocking.end()
+        error = self._unblocker.end()
         if error is not None:
             raise error
         self.board.note_idle()
 
     def report(self, error: BaseException) -> PipelineError:
         """Return the error to raise: which rank is to blame, and where every rank was."""
-        waited = _own_wait(error)
-        if self._has_failed and waited is not None:
-            return self._not_recovered(waited)
+        wait_error = _own_wait_error(error)
+        if self._has_failed and wait_error is not None:
+            return self._not_recovered(wait_error)
         self._has_failed = True
         # Errors that come of missing messages are not the cause: that is why the messages were given up.
-        error = self._unblocking.end() or error
-        waited = _own_wait(error)
+        error = self._unblocker.end() or error
+        wait_error = _own_wait_error(error)
         position = self.board.read(self.board.rank)  # before the state becomes FAILED
         queue = device_queue_of(self._places.pipeline)
         if queue is not None and queue.missed_row is not None and queue.missed_row >= 0:
@@ -109,17 +109,17 @@ class FailureReporter:
         instructions = " or ".join(
             self._describe(self.board.rank, row) for row in self._rows_of(error) or [position.row] if row >= 0
         )
-        if waited is None:
+        if wait_error is None:
             summary = f"{type(error).__name__}: {error}".partition("\n")[0]  # whatever else the error says
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
             finding = error.finding if isinstance(error, PipelineError) else ""
             self.board.note_failure(Failure(summary, instructions, noted_place(error), finding, calls))
-        peer = None if waited is None else waited.peer
+        peer = None if wait_error is None else wait_error.peer
         try:
             verdict = diagnose(self.board, self._describe, peer=peer)
         finally:  # a second Ctrl-C included
-            # Last. It wakes the ranks that wait for this one, and they look for a culprit: by now they find this rank's
-            # failure, or a verdict to adopt, and not a rank that has just gone quiet.
+            # The abort comes last. It wakes the ranks that wait for this one, and they look for a culprit: by now they
+            # find this rank's failure, or a verdict to adopt, and not a rank that has just gone quiet.
             self._places.abort()
         return self._error(error, position, instructions, verdict)
 
@@ -132,36 +132,31 @@ class FailureReporter:
 
     def _error(self, error: BaseException, position: RankPosition, instruction: str, verdict: Verdict) -> PipelineError:
         rank = self.board.rank
-        waited = _own_wait(error)
-        if waited is None:
+        wait_error = _own_wait_error(error)
+        if wait_error is None:
             words = self._own_words(error, instruction, verdict)
             return PipelineError(words, rank=verdict.culprit, instruction=instruction, finding=verdict.finding)
         noticed = "went on when the others had given up"
         if verdict.culprit != rank:
-            peer = "the others" if waited.peer is None else self.board.names.of_number(waited.peer)
-            noticed = f"waited {waited.waited_s or 0.0:.2f} s for {peer}"
-        kind = PeerLost if verdict.cause is Cause.GONE else type(waited)
+            peer = "the others" if wait_error.peer is None else self.board.names.of_number(wait_error.peer)
+            noticed = f"waited {wait_error.waited_s or 0.0:.2f} s for {peer}"
+        error_type = PeerLost if verdict.cause is Cause.GONE else type(wait_error)
         # The rank that raised says the rest itself.
         rest = "" if verdict.cause is Cause.RAISED else f"\n\n{verdict.details}"
-        return kind(
+        return error_type(
             f"{verdict.heading}\n{self.board.name}, {place_of(position, self._describe)}: {noticed}{rest}",
             rank=verdict.culprit,
             instruction=instruction,
-            peer=waited.peer,
-            waited_s=waited.waited_s,
+            peer=wait_error.peer,
+            waited_s=wait_error.waited_s,
             finding=verdict.finding,
         )
 
     def _own_words(self, error: BaseException, instruction: str, verdict: Verdict) -> str:
         """Quote the error of this rank's own work; the rank to blame also says where all ranks were."""
         rank, place = self.board.rank, noted_place(error)
-        where = [
-            self.board.name,
-            *([instruction] if instruction else []),
-            *([f"in {place}"] if place else []),
-        ]
-        lines = [f"{', '.join(where)}: {type(error).__name__}: {error}"]
-        lines += noted_advice(error)
+        place_words = filter(None, (self.board.name, instruction, f"in {place}" if place else ""))
+        lines = [f"{', '.join(place_words)}: {type(error).__name__}: {error}", *noted_advice(error)]
         if isinstance(error, CheckpointError):
             lines.append(_OTHER_RECOMPUTE)
         if self.board.num_ranks > 1 and verdict.culprit == rank:
@@ -195,7 +190,7 @@ def _note_drop(board: PositionBoard, pid: int) -> None:
         note_departure(board, "by dropping it")
 
 
-class _Unblocking:
+class _Unblocker:
     """Ends the waits of a device for peers that will not come.
 
     Where the device blocks the host meanwhile, as a copy to the host does, the host cannot.
@@ -233,6 +228,6 @@ class _Unblocking:
                 self._places.abort()
 
 
-def _own_wait(error: BaseException) -> PeerLost | DeadlineExceeded | None:
-    """Return the error if a wait of this pipeline ended with it; out of a user's layer or loss it is of another one."""
+def _own_wait_error(error: BaseException) -> PeerLost | DeadlineExceeded | None:
+    """Return the error if a wait of this pipeline raised it; out of a user's layer or loss it is another pipeline's."""
     return error if isinstance(error, (PeerLost, DeadlineExceeded)) and not noted_place(error) else None

@@ -21,9 +21,9 @@ class Rule:
     """The words for ranks that differ in a field."""
 
     fix: str
-    """How a user makes it equal."""
+    """The text that tells a user how to make the field equal."""
     digest_of: str = ""
-    """Where the values are digests, which say nothing to a user: the things that differ."""
+    """Name of the things that differ, where the values are digests, which say nothing to a user."""
 
 
 def fix(text: str, *, digest_of: str = "") -> dict[str, Rule]:
@@ -40,52 +40,53 @@ SAME_START = fix("Start every rank with the same arguments and the same version"
 
 def rules_of(kind: type) -> dict[str, Rule]:
     """Return the names of a dataclass's fields that must be equal on all ranks, and the rule of each."""
-    return {each.name: each.metadata["rule"] for each in fields(kind) if each.metadata}
+    return {entry.name: entry.metadata["rule"] for entry in fields(kind) if entry.metadata}
 
 
 def require_equal(
-    everyone: Sequence[SetupReport],
+    reports: Sequence[SetupReport],
     names: RankNames | None = None,
     rules: Mapping[str, Rule] | None = None,
     fails_as: type[PipelineError] = PipelineError,
 ) -> None:
-    """Compare what the ranks say, name by name.
+    """Compare the reports of all ranks, field by field.
 
-    `names` are those of the ranks, where they are not their indices. `rules` says which names are compared, by default
-    all that the first rank says.
+    `names` are those of the ranks, where they are not their indices. `rules` has the fields that are compared, by
+    default all of the first rank's report.
 
     Raises:
         PipelineError: `fails_as`, naming what differs and the ranks; the same on every rank.
     """
-    ranks = names or RankNames.plain(len(everyone))
-    for name, rule in (rules or dict.fromkeys(everyone[0], SAME_START["rule"])).items():
-        found = [theirs.get(name, "nothing") for theirs in everyone]
-        said = {rank: value for rank, value in enumerate(found) if value is not None}
-        pair = odd_one_out(said)
+    ranks = names or RankNames.plain(len(reports))
+    for name, rule in (rules or dict.fromkeys(reports[0], SAME_START["rule"])).items():
+        values = [report.get(name, "nothing") for report in reports]
+        value_by_rank = {rank: value for rank, value in enumerate(values) if value is not None}
+        pair = odd_one_out(value_by_rank)
         if pair is None:
             continue
-        one, odd = pair
-        alike = ", ".join(str(ranks.numbers[rank]) for rank in said if rank != odd and said[rank] == said[odd])
-        differ = f"{ranks[one]} has {said[one]}, {ranks[odd]} has {said[odd]}"
+        usual_rank, odd_rank = pair
+        odd_value = value_by_rank.pop(odd_rank)
+        alike = ", ".join(str(ranks.numbers[rank]) for rank, value in value_by_rank.items() if value == odd_value)
+        differ = f"{ranks[usual_rank]} has {value_by_rank[usual_rank]}, {ranks[odd_rank]} has {odd_value}"
         if rule.digest_of:
-            differ = f"{ranks[one]} and {ranks[odd]} have different {rule.digest_of}"
+            differ = f"{ranks[usual_rank]} and {ranks[odd_rank]} have different {rule.digest_of}"
         also = f" (and so do ranks {alike})" if alike else ""
-        raise fails_as(f"the ranks disagree on {name}: {differ}{also}. {rule.fix}", rank=ranks.numbers[odd])
+        raise fails_as(f"the ranks disagree on {name}: {differ}{also}. {rule.fix}", rank=ranks.numbers[odd_rank])
 
 
-def odd_one_out(found: Mapping[int, object]) -> tuple[int, int] | None:
-    """Of what ranks have, return a rank that has what most have and the first one that has not; None if all agree."""
-    values = list(found.values())
+def odd_one_out(value_by_rank: Mapping[int, object]) -> tuple[int, int] | None:
+    """Return a rank that has the value that most ranks have, and the first one that has not; None if all agree."""
+    values = list(value_by_rank.values())
     if not values or values.count(values[0]) == len(values):
         return None
-    usual = max(values, key=values.count)
-    one = next(rank for rank, value in found.items() if value == usual)
-    return one, next(rank for rank, value in found.items() if value != usual)
+    usual_value = max(values, key=values.count)
+    usual_rank = next(rank for rank, value in value_by_rank.items() if value == usual_value)
+    return usual_rank, next(rank for rank, value in value_by_rank.items() if value != usual_value)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
-    """How a rank was set up."""
+    """The setup of one rank."""
 
     version: str = field(metadata=fix("Install one version of Penstock for all ranks"))
     schedule: str = field(metadata=SAME_START)
@@ -94,7 +95,7 @@ class SharedSettings:
     loss: str = field(metadata=SAME_START)
     reduction: str = field(metadata=SAME_START)
     count: str | None = field(metadata=SAME_START)
-    """None where no loss is computed."""
+    """Text of the rank's `count`; None where no loss is computed."""
     scale_loss: str = field(metadata=SAME_START)
     allow_ragged: str = field(metadata=SAME_START)
     specs: str = field(metadata=SAME_START)
@@ -109,11 +110,11 @@ class SharedSettings:
     debug: str = field(metadata=SAME_START)
     deadline_s: str = field(metadata=SAME_START)
     device: str = field(metadata=fix("Give the stages of all ranks devices of one kind"))
-    """Its kind, such as cpu."""
+    """Kind of the device, such as cpu."""
     mesh: str = field(metadata=SAME_START)
-    """How many replicas there are, and of how many ranks."""
+    """Number of replicas, and of ranks in each."""
     shard: str = field(metadata=SAME_START)
-    """Whether they share out parameters, and how many stages are whole at once."""
+    """Whether replicas shard parameters, and how many stages are whole at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +122,17 @@ class LocalFacts:
     """One rank's contribution to the facts that all ranks know."""
 
     keywords: Sequence[str] = ()
-    """That its layers take."""
+    """Names of the keyword arguments that the rank's layers take."""
     skips: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Per index of a layer, the names of the skips that it sends or takes."""
+    """Names of the skips that a layer sends or takes, by the index of the layer."""
     shared: Sequence[Sequence[str]] = ()
     """Pairs of names of one parameter, of a layer of this rank and one of another's."""
     host: str = ""
-    """Ranks of one host understand each other's process ids."""
+    """Text of the rank's host; ranks with equal texts understand each other's process ids."""
     clock_host: str = ""
-    """Ranks with one clock read the same time."""
+    """Text of the rank's clock; ranks with equal texts read the same time."""
     positions: str = ""
-    """The path of the memory that it offers for the positions of its host's ranks."""
+    """Path of the memory that the rank offers for the positions of its host's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,36 +142,36 @@ class AgreedFacts:
     of_rank: Sequence[LocalFacts]
 
     @classmethod
-    def of(cls, everyone: Sequence[SetupReport], names: RankNames | None = None) -> "AgreedFacts":
-        """Compare the setups of all ranks and return what they found.
+    def of(cls, reports: Sequence[SetupReport], names: RankNames | None = None) -> "AgreedFacts":
+        """Compare the setups of all ranks and return their facts.
 
         Raises:
             PipelineError: naming the field and the ranks that differ; the same on every rank.
         """
-        require_equal([theirs["setup"] for theirs in everyone], names, rules_of(SharedSettings))
-        return cls([LocalFacts(**theirs["found"]) for theirs in everyone])
+        require_equal([report["setup"] for report in reports], names, rules_of(SharedSettings))
+        return cls([LocalFacts(**report["found"]) for report in reports])
 
     @property
     def keywords(self) -> frozenset[str]:
-        return frozenset(name for found in self.of_rank for name in found.keywords)
+        return frozenset(name for facts in self.of_rank for name in facts.keywords)
 
     @property
     def skips(self) -> dict[int, Sequence[str]]:
-        return {int(index): names for found in self.of_rank for index, names in found.skips.items()}
+        return {int(index): names for facts in self.of_rank for index, names in facts.skips.items()}
 
     @property
     def shared(self) -> list[tuple[str, str]]:
-        return [(one, other) for found in self.of_rank for one, other in found.shared]
+        return [(local_name, other_name) for facts in self.of_rank for local_name, other_name in facts.shared]
 
     def select(self, indices: Sequence[int]) -> "AgreedFacts":
-        """Return what some of the ranks found."""
+        """Return the facts of some of the ranks."""
         return AgreedFacts([self.of_rank[index] for index in indices])
 
     def each(self, name: str) -> list[Any]:
         """Return one field of every rank, in rank order."""
-        return [getattr(found, name) for found in self.of_rank]
+        return [getattr(facts, name) for facts in self.of_rank]
 
 
-def setup_report(setup: SharedSettings, found: LocalFacts) -> SetupReport:
-    """Return what a rank says of itself, as plain values."""
-    return {"setup": asdict(setup), "found": asdict(found)}
+def setup_report(setup: SharedSettings, facts: LocalFacts) -> SetupReport:
+    """Return the report of a rank, as plain values."""
+    return {"setup": asdict(setup), "found": asdict(facts)}

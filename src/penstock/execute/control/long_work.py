@@ -23,13 +23,13 @@ GATHERS_PER_LIMIT = 4
 
 @dataclass(slots=True, eq=False)
 class Heartbeat:
-    """How often the work of this rank has said that it goes on."""
+    """Counts how often the work of this rank has said that it goes on."""
 
     count: int = 0
     is_stopped: bool = False
 
     def beat(self) -> None:
-        """Say so. Raises: KeyboardInterrupt, where the rank waits for the work no more."""
+        """Say that the work goes on. Raises: KeyboardInterrupt, where the rank waits for the work no more."""
         if self.is_stopped:
             raise KeyboardInterrupt
         self.count += 1
@@ -37,39 +37,40 @@ class Heartbeat:
 
 def run_in_thread(action: Callable[[], T], name: str = "penstock-work") -> Future[T]:
     """Run an action in a daemon thread, so that the process can end while a broken disk blocks the thread."""
-    ended: Future[T] = Future()
+    future: Future[T] = Future()
 
-    def run() -> None:
+    def complete_future() -> None:
         try:
             result = action()
         except BaseException as error:
-            ended.set_exception(error)
+            future.set_exception(error)
         else:
-            ended.set_result(result)
+            future.set_result(result)
 
-    Thread(target=run, name=name, daemon=True).start()
-    return ended
+    Thread(target=complete_future, name=name, daemon=True).start()
+    return future
 
 
-def wait_together(control: Control, own: Future[T], *, limit_s: float, heartbeat: Heartbeat | None = None) -> bool:
-    """Wait until the work of every rank is over; return whether it is. Every rank calls it.
+def wait_together(control: Control, future: Future[T], *, limit_s: float, heartbeat: Heartbeat | None = None) -> bool:
+    """Wait until the work of every rank is over, and return whether it is. Every rank calls it.
 
-    It is not, where a rank has waited for `limit_s`; with heartbeats, since the last beat of any rank.
+    False means that a rank has waited for `limit_s`; with heartbeats, since the last beat of any rank.
 
     Raises: PipelineError where a rank is lost; never what the work raised.
     """
     heartbeat = heartbeat or Heartbeat()
-    seen = [0] * control.num_ranks
+    last_counts = [0] * control.num_ranks
     end_s = running_s() + limit_s
     while True:
-        left_s = end_s - running_s()
-        wait_in_parts(lambda part_s: wait([own], timeout=part_s).done, min(control.limit_s / GATHERS_PER_LIMIT, left_s))
-        everyone = control.all_gather_object([own.done(), heartbeat.count, left_s <= 0])
-        are_over, counts, are_late = zip(*cast("list[list[int]]", everyone), strict=True)
+        remaining_s = end_s - running_s()
+        part_s = min(control.limit_s / GATHERS_PER_LIMIT, remaining_s)
+        wait_in_parts(lambda timeout_s: wait([future], timeout=timeout_s).done, part_s)
+        reports = control.all_gather_object([future.done(), heartbeat.count, remaining_s <= 0])
+        are_over, counts, are_late = zip(*cast("list[list[int]]", reports), strict=True)
         if all(are_over):
             return True
-        if list(counts) != seen:
-            seen, end_s = list(counts), running_s() + limit_s
+        if list(counts) != last_counts:
+            last_counts, end_s = list(counts), running_s() + limit_s
         elif any(are_late):
             return False
 
@@ -91,18 +92,18 @@ def work_together(
         Exception: on every rank: `stalled` after `limit_s`, see `wait_together`; or as `Control.together`.
         PipelineError: a rank is lost.
     """
-    ended = run_in_thread(work)
+    future = run_in_thread(work)
     try:
-        if not wait_together(control, ended, limit_s=limit_s, heartbeat=heartbeat):
+        if not wait_together(control, future, limit_s=limit_s, heartbeat=heartbeat):
             raise stalled
     except BaseException:
         if heartbeat is not None:
             heartbeat.is_stopped = True
-            wait([ended], timeout=control.limit_s)
+            wait([future], timeout=control.limit_s)
         raise
 
     def require() -> None:
-        ended.result()
+        future.result()
 
     control.together(require, fails_as)
-    return ended.result()
+    return future.result()

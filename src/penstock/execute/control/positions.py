@@ -33,7 +33,7 @@ TEXT_BYTES = 8000
 VERDICT_BYTES = 24000
 POSITION_AT = IDENTITY.size
 ROW_AT = POSITION_AT + ROW.size
-"""Behind the state."""
+"""Offset of the row, which stands behind the state."""
 VERDICT_TIME_AT = POSITION_AT + POSITION.size
 FAILURE_AT = VERDICT_TIME_AT + MOMENT.size
 STACK_AT = FAILURE_AT + LENGTH.size + TEXT_BYTES
@@ -41,7 +41,7 @@ VERDICT_AT = STACK_AT + LENGTH.size + TEXT_BYTES
 SLOT_BYTES = -(-(VERDICT_AT + LENGTH.size + VERDICT_BYTES) // PAGE_BYTES) * PAGE_BYTES
 NO_PEER = -1
 SEPARATOR = "\x1f"
-"""Between the fields of a text, ASCII's sign for it; a text that is too long loses its end."""
+"""ASCII's separator, between the fields of a text; a text that is too long loses its end."""
 
 
 class State(IntEnum):
@@ -71,15 +71,15 @@ class Failure(NamedTuple):
     """An error that a rank's own work raised."""
 
     summary: str
-    """One line."""
+    """The error in one line."""
     instructions: str = ""
-    """Its instructions, in one of which a device has failed that the host was ahead of; else nothing."""
+    """The instruction that raised it; where a device failed that the host was ahead of, all that it may be."""
     place: str = ""
-    """In what of the user's code, or nothing."""
+    """The layer or function of the user's that raised it, if one did."""
     finding: str = ""
-    """Where it found the first value that is not finite, or nothing."""
+    """The place of the first value that is not finite, if the rank has found one."""
     calls: str = ""
-    """The end of the traceback. Last, since the end of a long text is lost."""
+    """The end of the traceback; it is the last field, since the end of a long text is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class PositionMemory:
     def __init__(self, names: RankNames) -> None:
         """`names` are those of all ranks; a slot is at the number of its rank."""
         self.path = ""
-        """Empty where there is no such memory."""
+        """Path of the memory; empty where there is none."""
         self._names = names
         self._num_bytes = (1 + max(names.numbers)) * SLOT_BYTES
         try:
@@ -149,7 +149,7 @@ class PositionBoard:
     """The slots of all ranks, seen from one of them."""
 
     def __init__(self, memory: mmap.mmap, rank: int, names: RankNames) -> None:
-        """`rank` is the number of this one; so are all ranks here."""
+        """`rank` is the number of this rank; the board counts all ranks by their numbers."""
         self.rank = rank
         self.names, self.name = names, names.of_number(rank)
         self.num_ranks = len(names.numbers)
@@ -163,7 +163,7 @@ class PositionBoard:
         self._base = IDLE
         self.note_idle()
 
-    # The next four run once per instruction or more often.
+    # `row_of`, `note`, `note_wait` and `note_run` run once per instruction or more often.
 
     def row_of(self, rank: int) -> int:
         """Tell which row a rank is at: -1 before the first one, 0 at most where it cannot be seen."""
@@ -222,8 +222,8 @@ class PositionBoard:
 
     def begin_epoch(self) -> None:
         """Take back all texts of this rank, after a recovery of all ranks; those of ranks that lag no longer count."""
-        for place in (FAILURE_AT, STACK_AT, VERDICT_AT):
-            LENGTH.pack_into(self._memory, self._slot + place, 0)
+        for offset in (FAILURE_AT, STACK_AT, VERDICT_AT):
+            LENGTH.pack_into(self._memory, self._slot + offset, 0)
         self.epoch += 1
         self.note_idle()
 
@@ -235,8 +235,8 @@ class PositionBoard:
         (verdict_s,) = MOMENT.unpack_from(memory, slot + VERDICT_TIME_AT)
         # A rank that lags behind a recovery of all ranks still shows what it wrote about the failure before it.
         failure, stack, verdict = (
-            _read_text(memory, slot + place) if epoch == self.epoch else ""
-            for place in (FAILURE_AT, STACK_AT, VERDICT_AT)
+            _read_text(memory, slot + offset) if epoch == self.epoch else ""
+            for offset in (FAILURE_AT, STACK_AT, VERDICT_AT)
         )
         return RankPosition(
             rank=rank,
@@ -255,10 +255,10 @@ class PositionBoard:
 
     def gave_up(self) -> int | None:
         """Return another rank that has failed in the step at hand, or found who did; None where none can be seen."""
-        memory, own = self._memory, (self.epoch, self._step)
+        memory, current_step = self._memory, (self.epoch, self._step)
         for number in self.names.numbers:
             slot = number * SLOT_BYTES
-            is_other = slot != self._slot and IDENTITY.unpack_from(memory, slot)[1:] == own
+            is_other = slot != self._slot and IDENTITY.unpack_from(memory, slot)[1:] == current_step
             if is_other and (
                 ROW.unpack_from(memory, slot + POSITION_AT)[0] == State.FAILED
                 or LENGTH.unpack_from(memory, slot + VERDICT_AT)[0]
@@ -288,8 +288,8 @@ def departure_of(board: PositionBoard, rank: int) -> str:
 
 def first_verdict(board: PositionBoard) -> str:
     """Return the finding that was written down first, by whichever rank; empty where there is none."""
-    found = [position for position in read_all(board) if position.verdict]
-    return min(found, key=lambda position: (position.verdict_s, position.rank)).verdict if found else ""
+    verdicts = [position for position in read_all(board) if position.verdict]
+    return min(verdicts, key=lambda position: (position.verdict_s, position.rank)).verdict if verdicts else ""
 
 
 def _write_text(memory: mmap.mmap, start: int, limit_bytes: int, text: str) -> None:

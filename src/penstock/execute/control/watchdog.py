@@ -44,11 +44,11 @@ class Watchdog:
         self._clock = clock
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._watched = 0
+        self._watched_thread = 0
 
     def start(self) -> None:
         """Watch the calling thread from now on, instead of the one before it."""
-        self._watched = threading.get_ident()
+        self._watched_thread = threading.get_ident()
         if self._thread is not None and self._thread.is_alive():  # not after a fork, or an error in it
             return
         self._is_over.clear()
@@ -73,7 +73,7 @@ class Watchdog:
         if is_busy and lasted_s > self._pause_s:
             self._unblock()
         if is_busy and lasted_s > SLOW_PART * self._deadline_s:
-            self._board.note_stack(stack_of(self._watched))
+            self._board.note_stack(stack_of(self._watched_thread))
         elif position.stack:
             self._board.note_stack("")
 

@@ -96,7 +96,7 @@ def measure_layers(
     wires = transport or default_transport(group, MAX_WAIT_S, device=device)
 
     def error_of(failure: Failure) -> Exception:
-        return failure.own or PipelineError(
+        return failure.local_error or PipelineError(
             f"rank {wires.rank}: rank 0 could not measure the layers, which all ranks are split by: "
             f"{failure.kind}: {failure.text}. See its output; or give weights or a split without measuring",
             rank=0,
