@@ -107,9 +107,9 @@ def _(original):
 @plant("a step waits for its first copy only", SCENARIO, f"{COPIES}_queue_copies", PINNED, COPY, HOST)
 def _(original):
     def queue_copies(copies, sources, reserved, has_ended):
-        first = copies._last_of_caller
+        first = copies._last_caller_copy
         original(copies, sources, reserved, has_ended)
-        copies._last_of_caller = first or copies._last_of_caller
+        copies._last_caller_copy = first or copies._last_caller_copy
 
     return queue_copies
 

@@ -55,8 +55,8 @@ class Copies:
     def __init__(self):
         self.log = []
 
-    def begin(self, num_microbatches, wholes):
-        self.log.append(("begin", num_microbatches, len(wholes)))
+    def begin(self, num_microbatches, microbatches):
+        self.log.append(("begin", num_microbatches, len(microbatches)))
 
     def copy(self, whole, slices):
         self.log.append(("copy", whole.index))
@@ -68,7 +68,7 @@ class Copies:
 
 def test_what_is_pulled_is_copied_to_the_device_and_nothing_else():
     slices, copies = [[Microbatch(index, (f"host {index}",), {}, None, 2)] for index in range(3)], Copies()
-    prefetcher = Prefetcher(slices, wholes=[row[0] for row in slices], copies=copies)
+    prefetcher = Prefetcher(slices, microbatches=[row[0] for row in slices], copies=copies)
 
     prefetcher.pull(1)
     prefetcher.arrive(1)

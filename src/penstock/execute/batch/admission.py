@@ -31,8 +31,7 @@ from penstock.execute.replicas.agreement import agree_across, refuse_across
 from penstock.execute.values.tree import flatten
 
 VALUES_EVERY = 100
-"""The values of the first batch, and of each so many after it, are compared between the ranks; those of training
-steps and of evaluations apart."""
+"""The ranks compare the values of the first of so many batches; training steps and evaluations are counted apart."""
 
 _MEANT_AS_TARGET = frozenset({"y", "label", "labels", "targets"})
 """Keywords by which other libraries take the target."""
@@ -59,22 +58,21 @@ class Batch:
     """The cut batch of this rank; its sizes are those that hold for all ranks once they have agreed on it."""
 
     microbatches: list[Microbatch] = field(default_factory=list)
-    """With the parts of the batch that this rank was given."""
+    """Microbatches with the parts of the batch that this rank was given."""
     slices: list[list[Microbatch]] = field(default_factory=list)
-    """Per microbatch its slices; the microbatch itself where it is not cut."""
+    """Slices of each microbatch; the microbatch itself where it is not cut."""
     digests: tuple[int, int, int] = (0, 0, 0)
-    """Of the layouts of inputs, keyword arguments and target; 0 for what was not given."""
+    """Digests of the layouts of inputs, keyword arguments and target; 0 for what was not given."""
     uncut_rows: Sequence[tuple[int, str]] = ()
-    """Where nothing tells the rows of the batch here: why it is refused if it has so many."""
+    """Pairs (rows, why a batch of so many is refused), where nothing tells the rows of the batch here."""
     reader: Reader | None = None
-    """Of a stream, at its first microbatch."""
+    """Reader of a stream, at its first microbatch; None where the batch is no stream."""
     data: StepRequest = StepRequest()
-    """All that this rank was given; of a stream, the first microbatch."""
-    spent: Sequence[PreSplit] = ()
-    """Those that release their parts when they have been used."""
+    """The arguments that this rank was given; of a stream, its first microbatch."""
+    consumed_presplits: Sequence[PreSplit] = ()
+    """Values whose parts are released when they have been used."""
     prefetcher: Prefetcher | None = None
-    """Of data that are pulled when needed, copied to the device, or let go after their use: it fills and empties
-    `slices`."""
+    """Fills and empties `slices`, where data are pulled when needed, copied to the device, or let go after use."""
 
     @property
     def has_target(self) -> bool:
@@ -92,7 +90,7 @@ class Admission:
     stream_rules: StreamRules = field(default_factory=StreamRules)
     checks_values: bool = True
     weigh: Callable[[Batch, AgreedStep], BatchWeight] | None = None
-    """Says what a batch weighs against those of the other replicas."""
+    """Returns the weight of a batch among those of all replicas; None where there is one replica."""
     digest_copies: Callable[[], Sequence[CopyDigest]] = tuple
     """Returns the digests of this rank's copies of tied parameters, which change in training steps."""
     read: Callable[[], float] = time.monotonic
@@ -115,27 +113,27 @@ class Admission:
             StepRefused: on every rank alike, if a batch cannot be cut, a rank has a problem, or the ranks differ.
         """
         refusal = problem or call.refusal
-        given = Batch()
+        local_batch = Batch()
         stream: Stream | None = None
         try:
             stream = _stream_of(call)
             if call.refusal is None:
-                given = self._whole(call, mode) if stream is None else self._streamed(stream)
+                local_batch = self._cut_batch(call, mode) if stream is None else self._batch_of_stream(stream)
         except PenstockError as error:
             refusal = refusal or error
-        values, reader = None, given.reader
+        values, reader = None, local_batch.reader
         if refusal is None and self.checks_values and self.control.num_ranks > 1:
-            data, is_due = given.data, self._is_due(mode) and reader is None
-            # Tensors only now and then, so that it costs nothing to speak of.
+            data, is_due = local_batch.data, self._is_due(mode) and reader is None
+            # Tensors are compared now and then only, so that it costs nothing to speak of.
             values = BatchValues(data.args, data.kwargs, data.target, reads_all=is_due)
-        own = StepProposal(
+        proposal = StepProposal(
             mode=mode,
-            inputs=given.digests[0] or None,
-            keywords=given.digests[1] or None,
-            target=given.digests[2] or None,
-            sizes=_unless_zero([each.size for each in given.microbatches]),
-            lengths=_unless_zero([each.length for row in given.slices for each in row]),
-            uncut_rows=given.uncut_rows,
+            inputs=local_batch.digests[0] or None,
+            keywords=local_batch.digests[1] or None,
+            target=local_batch.digests[2] or None,
+            sizes=_unless_zero([microbatch.size for microbatch in local_batch.microbatches]),
+            lengths=_unless_zero([part.length for slices in local_batch.slices for part in slices]),
+            uncut_rows=local_batch.uncut_rows,
             takes_keywords=bool(self.needs.keywords),
             takes_target=self.needs.target,
             wants_outputs=call.return_outputs,
@@ -147,17 +145,17 @@ class Admission:
             **proposed,
         )
         try:
-            agreed, batch = self._agree(own, given, values)
-            agreed = self._agree_across(own, agreed, batch)
-        except StepRefused as refused:
+            agreed, batch = self._agree(proposal, local_batch, values)
+            agreed = self._agree_across(proposal, agreed, batch)
+        except StepRefused as error:
             if stream is not None:
                 # No rank runs the step, so the microbatch that was looked at is the next one still.
                 stream.undo_begin()
             if refusal is not None:
-                raise refused from refusal
+                raise error from refusal
             raise
-        # Only once all ranks run the step: a batch that was refused is the caller's to use again.
-        for presplit in given.spent:
+        # Parts are released once all ranks run the step: a batch that was refused is the caller's to use again.
+        for presplit in local_batch.consumed_presplits:
             presplit.parts.clear()
         self._num_admitted[mode.is_training] += 1
         return agreed, batch
@@ -167,43 +165,43 @@ class Admission:
         self._num_admitted.clear()
 
     def end_copies(self, *, has_failed: bool = False) -> None:
-        """See that nothing is copied from the batch of a step any more, as `HostToDevice.end` does."""
+        """Wait until nothing is copied from the batch of a step any more, as `HostToDevice.end` does."""
         if self._copies is not None:
             self._copies.end(has_failed=has_failed)
 
-    def _agree(self, own: StepProposal, given: Batch, values: BatchValues | None) -> tuple[AgreedStep, Batch]:
+    def _agree(self, proposal: StepProposal, batch: Batch, values: BatchValues | None) -> tuple[AgreedStep, Batch]:
         """Agree with the ranks of this replica. Raises: StepRefused."""
         within = self.control.within
         try:
-            proposals = agree_on_step(within, own)
-            digests = [each.values or (0,) * NUM_PARTS for each in proposals]
+            proposals = agree_on_step(within, proposal)
+            digests = [rank_proposal.values or (0,) * NUM_PARTS for rank_proposal in proposals]
             refuse_other_values(within, values, digests)
             agreed = AgreedStep.of(proposals)
             require_cut(proposals, agreed, within.names)
-            return agreed, self._sized(given, agreed)
-        except StepRefused as refused:
+            return agreed, self._with_agreed_sizes(batch, agreed)
+        except StepRefused as error:
             if self.weigh is not None:
-                refuse_across(self.control, own, refused)
+                refuse_across(self.control, proposal, error)
             raise
 
-    def _agree_across(self, own: StepProposal, agreed: AgreedStep, batch: Batch) -> AgreedStep:
+    def _agree_across(self, proposal: StepProposal, agreed: AgreedStep, batch: Batch) -> AgreedStep:
         """Agree with the other replicas, if any. Raises: StepRefused."""
         if self.weigh is None:
             return agreed
         weight = self.weigh(batch, agreed)
-        is_due = self._is_due(own.mode) and own.mode.is_training and batch.reader is None
-        of_job = agree_across(self.control, own, agreed, weight, own.values if is_due else ())
-        is_new = of_job.has_equal_batches and not self._has_warned
+        is_due = self._is_due(proposal.mode) and proposal.mode.is_training and batch.reader is None
+        job_step = agree_across(self.control, proposal, agreed, weight, proposal.values if is_due else ())
+        is_new = job_step.has_equal_batches and not self._has_warned
         if is_new and self.control.rank == 0:
             self._has_warned = True
             warn(
                 f"all {self.control.places.num_replicas} replicas were given one and the same batch, so each of its "
                 "rows counts several times; give each replica rows of its own, by pipeline.replica"
             )
-        return of_job
+        return job_step
 
     def _is_due(self, mode: Mode) -> bool:
-        """Whether the values of a batch are compared."""
+        """Whether the values of the next batch are compared."""
         return self._num_admitted[mode.is_training] % VALUES_EVERY == 0
 
     def _compares_copies(self, mode: Mode) -> bool:
@@ -214,22 +212,21 @@ class Admission:
         is_due = self._is_due(mode) or self._num_admitted[mode.is_training] == 1
         return self.checks_values and mode.is_training and is_due
 
-    def _whole(self, call: StepRequest, mode: Mode) -> Batch:
-        self._check(call)
+    def _cut_batch(self, call: StepRequest, mode: Mode) -> Batch:
+        self._check_arguments(call)
         form = self._form(call)
         rule = replace(self.rule, takes_any_size=not mode.is_training)
-        # Cut as it was passed, which is how specs name its parts, and bound then.
-        microbatches = list(map(self._bound, rule.microbatches(call.args, call.kwargs, call.target)))
+        # The batch is cut as it was passed, which is how specs name its parts, and its parts are bound then.
+        microbatches = list(map(self._bind, rule.microbatches(call.args, call.kwargs, call.target)))
         values = flatten((call.args, dict(call.kwargs), call.target))[0]
-        presplit = [each for each in values if isinstance(each, PreSplit)]
-        data, has_rows = self._bound(call), any(microbatch.size for microbatch in microbatches)
+        data, has_rows = self._bind(call), any(microbatch.size for microbatch in microbatches)
         return Batch(
             microbatches,
             list(map(self.rule.slices, microbatches)),
             _digests(self.rule, data, form),
             () if has_rows else list(rule.uncut_rows(call.args, call.kwargs, call.target).items()),
             data=data,
-            spent=[each for each in presplit if each.is_consumed],
+            consumed_presplits=[value for value in values if isinstance(value, PreSplit) and value.is_consumed],
         )
 
     def _form(self, call: StepRequest) -> str:
@@ -247,8 +244,8 @@ class Admission:
                 "specs has args, but all arguments of the batch are passed by name, so that it would mark none of "
                 "them; pass those that it marks by position"
             )
-        named = specs.kwargs if isinstance(specs.kwargs, dict) else {}
-        names = [name for name in list(binding.parameters)[: len(call.args)] if name in named]
+        marked_names = specs.kwargs if isinstance(specs.kwargs, dict) else {}
+        names = [name for name in list(binding.parameters)[: len(call.args)] if name in marked_names]
         if names:
             raise PipelineError(
                 f"specs has kwargs for {names[0]!r}, which is passed by position, so that it would not be marked; pass "
@@ -256,32 +253,32 @@ class Admission:
             )
         return f"{len(call.args)} by position "
 
-    def _streamed(self, stream: Stream) -> Batch:
-        """Look at the first microbatch only: the others are to be like it."""
+    def _batch_of_stream(self, stream: Stream) -> Batch:
+        """Look at the first microbatch alone, and expect the others to be like it."""
         indices = range(self.rule.num_microbatches)
         if not (self.needs.inputs or self.needs.target or self.needs.keywords):
-            return self._whole(StepRequest(), Mode.TRAIN)
+            return self._cut_batch(StepRequest(), Mode.TRAIN)
         rank, copy = self.control.rank, None if self._copies is None else pinned_or_copied
-        reader = Reader(stream, rank, self.rule, self.stream_rules, self.read, copy, self._bound)
+        reader = Reader(stream, rank, self.rule, self.stream_rules, self.read, copy, self._bind)
         part, slices = reader.begin()
-        self._check(part)
-        first = self._bound(StepRequest(part.args, part.kwargs, part.target))
+        self._check_arguments(part)
+        first = self._bind(StepRequest(part.args, part.kwargs, part.target))
         rule = replace(self.rule, num_microbatches=1)
-        empty_slices = [without_data(one) for one in slices]
+        empty_slices = [without_data(part) for part in slices]
         return Batch(
             [replace(empty_slices[0], index=index, length=0) for index in indices],
-            [[replace(one, index=index) for one in empty_slices] for index in indices],
+            [[replace(part, index=index) for part in empty_slices] for index in indices],
             _digests(rule, first, f"{len(indices)} off a stream "),
             reader=reader,
             data=first,
         )
 
-    def _bound(self, part: _Part) -> _Part:
-        """Return a part of a batch, or the whole, with inputs and keywords as the layers take them."""
+    def _bind(self, part: _Part) -> _Part:
+        """Return a batch, or a part of one, with inputs and keywords as the layers take them."""
         args, kwargs = self.needs.bind(part.args, part.kwargs)
         return replace(part, args=args, kwargs=kwargs)
 
-    def _sized(self, given: Batch, agreed: AgreedStep) -> Batch:
+    def _with_agreed_sizes(self, local_batch: Batch, agreed: AgreedStep) -> Batch:
         width = self.rule.num_slices
         rows = agreed.sizes or (0,) * self.rule.num_microbatches
         lengths = agreed.lengths or (0,) * (len(rows) * width)
@@ -290,40 +287,40 @@ class Admission:
                 f"nothing in the batch has a dimension {self.rule.slice_dim} to cut into {width} slices; give "
                 "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
             )
-        wholes = given.microbatches[: len(rows)]  # an evaluation of few rows has fewer
-        sized = [replace(each, size=rows[each.index]) for each in wholes]
-        parts = [
-            [replace(each, size=rows[each.index], length=lengths[each.index * width + each.slice]) for each in slices]
-            for slices in given.slices[: len(rows)]
+        # An evaluation of few rows has fewer microbatches.
+        microbatches = [replace(part, size=rows[part.index]) for part in local_batch.microbatches[: len(rows)]]
+        slices = [
+            [replace(part, size=rows[part.index], length=lengths[part.index * width + part.slice]) for part in parts]
+            for parts in local_batch.slices[: len(rows)]
         ]
         prefetcher = None
-        if given.reader is not None:
-            prefetcher = Prefetcher(parts, given.reader, copies=self._copies)
-        elif any(map(self.needs.on_host, sized)):
-            prefetcher = Prefetcher(parts, wholes=sized, copies=self._copies)
-        elif given.spent:
-            prefetcher = Prefetcher(parts)
-        return replace(given, microbatches=sized, slices=parts, prefetcher=prefetcher)
+        if local_batch.reader is not None:
+            prefetcher = Prefetcher(slices, local_batch.reader, copies=self._copies)
+        elif any(map(self.needs.on_host, microbatches)):
+            prefetcher = Prefetcher(slices, microbatches=microbatches, copies=self._copies)
+        elif local_batch.consumed_presplits:
+            prefetcher = Prefetcher(slices)
+        return replace(local_batch, microbatches=microbatches, slices=slices, prefetcher=prefetcher)
 
-    def _check(self, call: StepRequest | Part) -> None:
+    def _check_arguments(self, call: StepRequest | Part) -> None:
         if self.needs.inputs and not (call.args or call.kwargs):
             raise PipelineError(
                 f"{self.control.places.name} holds the first stage and was given no inputs; pass it the batch"
             )
         self.needs.require_device(call.args, call.target)
-        known = self.needs.known_keywords
+        names = self.needs.known_keywords
         for name in call.kwargs:
-            if name not in known and ANY_KEYWORD not in known:
-                fix = f"{nearest(name, known)} The layers take the keywords {sorted(known)}; rename or drop it"
+            if name not in names and ANY_KEYWORD not in names:
+                fix = f"{nearest(name, names)} The layers take the keywords {sorted(names)}; rename or drop it"
                 if name in _MEANT_AS_TARGET and call.target is None:
                     fix = " Pass what the loss compares the output with as target=, as in step(x, target=y)"
                 raise PipelineError(f"no layer's forward names {name!r}.{fix}")
 
 
 def _stream_of(call: StepRequest) -> Stream | None:
-    """The stream that brings the whole batch, if one does."""
+    """Return the stream that brings the whole batch; None where the caller passes the batch itself."""
     values = (*call.args, *call.kwargs.values(), call.target)
-    if not any(isinstance(each, Stream) for each in values):
+    if not any(isinstance(value, Stream) for value in values):
         return None
     stream = call.args[0] if call.args else None
     if isinstance(stream, Stream) and len(call.args) == 1 and not call.kwargs and call.target is None:

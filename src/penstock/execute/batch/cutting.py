@@ -21,8 +21,8 @@ from penstock.execute.values.layouts import leaf_text
 from penstock.execute.values.tree import CONSTANTS, flatten
 
 _Parts = tuple[tuple[Any, ...], dict[str, Any], Any]
-"""Arguments, keyword arguments and target."""
-_Marked = tuple[str, str, Any, list[Mark]]
+"""Arguments, keyword arguments and target of a batch or of a part of one."""
+_MarkedValue = tuple[str, str, Any, list[Mark]]
 """A value of a batch: the name of its part, its place, itself, and its marker in each of some specs."""
 
 
@@ -54,20 +54,20 @@ class BatchRule:
         if self.num_microbatches < 1:
             raise PipelineError(f"num_microbatches is {self.num_microbatches}; expected at least 1")
         batch = (tuple(args), dict(kwargs), target)
-        marked = list(_marked(batch, self.specs))
-        leaves = [leaf_along(SAMPLES, place, value, mark, 0) for _, place, value, [mark] in marked]
+        marked_values = list(_marked_values(batch, self.specs))
+        leaves = [leaf_along(SAMPLES, place, value, mark, 0) for _, place, value, [mark] in marked_values]
         sizes = self._sizes(leaves) or [0] * self.num_microbatches
         for leaf in leaves if len(sizes) < self.num_microbatches else ():
             rows_of(leaf, len(sizes))  # refuses a PreSplit whose last parts no microbatch would get
         # Without rows, where nothing here is cut, an empty tensor in an object would seem to have those of the batch.
-        if len(sizes) > 1 and any(sizes) and (reason := _uncut_rows(marked).get(sum(sizes))):
+        if len(sizes) > 1 and any(sizes) and (reason := _uncut_rows(marked_values).get(sum(sizes))):
             raise PipelineError(reason)
         parts = zip(_cut(batch, leaves, sizes), sizes, strict=True)
         return [Microbatch(index, *part, size) for index, (part, size) in enumerate(parts)]
 
     def uncut_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> dict[int, str]:
         """Return why a batch of so many rows is refused, by the rows of what is held by objects that cannot be cut."""
-        return _uncut_rows(_marked((tuple(args), dict(kwargs), target), self.specs))
+        return _uncut_rows(_marked_values((tuple(args), dict(kwargs), target), self.specs))
 
     def slices(self, microbatch: Microbatch) -> list[Microbatch]:
         """Cut a microbatch into consecutive slices.
@@ -83,14 +83,14 @@ class BatchRule:
             return [microbatch]
         parts = (microbatch.args, microbatch.kwargs, microbatch.target)
         leaves = [
-            self._of_sequence(root, f"microbatch {microbatch.index}: {place}", value, *marks)
-            for root, place, value, marks in _marked(parts, self.specs, self.slice_specs)
+            self._sequence_leaf(root, f"microbatch {microbatch.index}: {place}", value, *marks)
+            for root, place, value, marks in _marked_values(parts, self.specs, self.slice_specs)
         ]
-        cut = [(leaf, leaf.length) for leaf in leaves if leaf.dim is not None]
-        require_equal(SEQUENCE, cut)
+        lengths_of_leaves = [(leaf, leaf.length) for leaf in leaves if leaf.dim is not None]
+        require_equal(SEQUENCE, lengths_of_leaves)
         lengths = [0] * self.num_slices
-        if cut:
-            lengths = even_sizes(cut[0][0], self.num_slices, SEQUENCE, self.allow_ragged)
+        if lengths_of_leaves:
+            lengths = even_sizes(lengths_of_leaves[0][0], self.num_slices, SEQUENCE, self.allow_ragged)
         return [
             Microbatch(microbatch.index, *part, microbatch.size, index, lengths[index])
             for index, part in enumerate(_cut(parts, leaves, lengths))
@@ -103,25 +103,24 @@ class BatchRule:
         leaves. Numbers may change freely, as tensors may: what follows from them travels with the outputs.
         """
         leaves, tree = flatten((tuple(args), dict(kwargs), target))
-        return "\n".join([repr(self), tree.to_text(), *map(_described, leaves)])
+        return "\n".join([repr(self), tree.to_text(), *map(_text_of, leaves)])
 
     def _sizes(self, leaves: Sequence[Leaf]) -> list[int]:
-        """The rows of each microbatch on which all leaves agree; empty where nothing is split."""
+        """Return the rows of each microbatch on which all leaves agree; empty where nothing is split."""
         measured = [(leaf, rows) for leaf in leaves if (rows := rows_of(leaf, self.num_microbatches)) is not None]
-        whole = [(leaf, rows) for leaf, rows in measured if isinstance(rows, int)]
-        presplit = [(leaf, rows) for leaf, rows in measured if isinstance(rows, tuple)]
-        require_equal(SAMPLES, whole)
-        require_equal(SAMPLES, presplit)
-        if not presplit:
-            return self._even_sizes(*whole[0]) if whole else []
-        sizes = list(presplit[0][1])
-        if whole and not self._may_be_cut(whole[0], sizes, leads=isinstance(leading_rows(measured), tuple)):
-            raise other_rows(presplit[0], whole[0])
+        tensors = [(leaf, rows) for leaf, rows in measured if isinstance(rows, int)]
+        presplits = [(leaf, rows) for leaf, rows in measured if isinstance(rows, tuple)]
+        require_equal(SAMPLES, tensors)
+        require_equal(SAMPLES, presplits)
+        if not presplits:
+            return self._even_sizes(*tensors[0]) if tensors else []
+        sizes = list(presplits[0][1])
+        if tensors and not self._may_be_cut(*tensors[0], sizes, leads=isinstance(leading_rows(measured), tuple)):
+            raise other_rows(presplits[0], tensors[0])
         return sizes
 
-    def _may_be_cut(self, whole: tuple[Leaf, int], sizes: list[int], *, leads: bool) -> bool:
-        """Whether a whole value is cut into the rows of a `PreSplit`, which `leads` where it decides for others."""
-        leaf, num_rows = whole
+    def _may_be_cut(self, leaf: Leaf, num_rows: int, sizes: list[int], *, leads: bool) -> bool:
+        """Whether a tensor is cut into the rows of a `PreSplit`, which `leads` where it decides for others."""
         if leads:
             return num_rows == sum(sizes)
         is_ragged = self.allow_ragged or self.takes_any_size
@@ -134,8 +133,8 @@ class BatchRule:
             num_parts = max(1, min(num_parts, num_rows))
         return even_sizes(leaf, num_parts, SAMPLES, self.allow_ragged or self.takes_any_size)
 
-    def _of_sequence(self, root: str, place: str, value: Any, outer: Mark, mark: Mark) -> Leaf:
-        if mark is None and isinstance(outer, Replicate):
+    def _sequence_leaf(self, root: str, place: str, value: Any, batch_mark: Mark, mark: Mark) -> Leaf:
+        if mark is None and isinstance(batch_mark, Replicate):
             return Leaf(place, value, None)
         leaf = leaf_along(SEQUENCE, place, value, mark, self.slice_dim)
         has_dimensions = isinstance(value, Tensor) and value.dim() > 0
@@ -148,20 +147,20 @@ class BatchRule:
         return leaf
 
 
-def _marked(parts: _Parts, *specs: BatchSpec | None) -> Iterator[_Marked]:
-    """Each value of a batch with the name of its part, its place and its marker in each of the specs."""
+def _marked_values(parts: _Parts, *specs: BatchSpec | None) -> Iterator[_MarkedValue]:
+    """Yield each value of a batch with the name of its part, its place and its marker in each of the specs."""
     for root, value in zip(("args", "kwargs", "target"), parts, strict=True):
         leaves, tree = flatten(value)
         # A rank that needs no inputs calls the step with none of them: specs for them are no mistake.
-        given = [getattr(each, root, None) if leaves else None for each in specs]
-        columns = [tree.spread(each, _is_mark, root) for each in given]
+        spec_trees = [getattr(spec, root, None) if leaves else None for spec in specs]
+        columns = [tree.spread(spec_tree, _is_mark, root) for spec_tree in spec_trees]
         for place, leaf, *marks in zip(tree.places(root), leaves, *columns, strict=True):
             yield root, place, leaf, marks
 
 
-def _uncut_rows(marked: Iterable[_Marked]) -> dict[int, str]:
+def _uncut_rows(marked_values: Iterable[_MarkedValue]) -> dict[int, str]:
     reasons: dict[int, str] = {}
-    for _, place, value, [mark] in marked:
+    for _, place, value, [mark] in marked_values:
         if isinstance(value, (Tensor, PreSplit, *CONSTANTS)) or isinstance(mark, Replicate) or is_block_mask(value):
             continue
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -187,8 +186,8 @@ def _cut(batch: _Parts, leaves: Sequence[Leaf], sizes: Sequence[int]) -> list[_P
     return [tree.unflatten([column[index] for column in columns]) for index in range(len(sizes))]
 
 
-def _described(leaf: Any) -> str:
+def _text_of(leaf: Any) -> str:
     if not isinstance(leaf, PreSplit):
         return leaf_text(leaf, with_order=True)
     parts = [flatten(part) for part in leaf.parts]
-    return f"PreSplit {[(tree.to_text(), *map(_described, leaves)) for leaves, tree in parts]}"
+    return f"PreSplit {[(tree.to_text(), *map(_text_of, leaves)) for leaves, tree in parts]}"

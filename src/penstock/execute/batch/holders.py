@@ -43,18 +43,18 @@ def rows_within(value: Any, dim: int) -> dict[int, str]:
                 ways.setdefault(item.size(dim) if isinstance(item, Tensor) else item.shape[dim], way)
         elif depth < _MAX_DEPTH and id(item) not in visited:
             visited.add(id(item))
-            queue.extend((way + step, inner, depth + 1) for step, inner in islice(_inner(item), _MAX_OBJECTS))
+            queue.extend((way + step, inner, depth + 1) for step, inner in islice(_inner_objects(item), _MAX_OBJECTS))
     return ways
 
 
-def _inner(value: Any) -> Iterator[tuple[str, Any]]:
+def _inner_objects(value: Any) -> Iterator[tuple[str, Any]]:
     """Name the objects that a value holds: entries, attributes, and what a function reads besides its arguments."""
     if isinstance(value, (dict, MappingProxyType)):
         yield from ((f"[{key!r}]", item) for key, item in list(islice(value.items(), _MAX_OBJECTS)))
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, FunctionType):
-        yield from _read_by(value)
+        yield from _objects_read_by(value)
     elif isinstance(value, MethodType):
         yield from ((".__self__", value.__self__), ("", value.__func__))
     elif isinstance(value, partial):
@@ -64,24 +64,24 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     """Return the attributes and slots of an object, past any `__getattr__` of its class."""
-    found: list[tuple[str, Any]] = []
+    attributes: list[tuple[str, Any]] = []
     with suppress(AttributeError):
-        found += islice(object.__getattribute__(value, "__dict__").items(), _MAX_OBJECTS)
+        attributes += islice(object.__getattribute__(value, "__dict__").items(), _MAX_OBJECTS)
     classes = [vars(container) for container in type(value).__mro__ if "__slots__" in vars(container)]
     for name, member in chain.from_iterable(members.items() for members in classes):
         if isinstance(member, MemberDescriptorType):
             with suppress(AttributeError):  # a slot that is empty
-                found.append((name, member.__get__(value)))
-    return found
+                attributes.append((name, member.__get__(value)))
+    return attributes
 
 
-def _read_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _objects_read_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Name what a function closes over, and the tensors of its module that it reads."""
     try:
-        read = inspect.getclosurevars(function)
+        variables = inspect.getclosurevars(function)
     except ValueError:  # a variable that has no value yet
         return
-    yield from ((f" reading {name}", item) for name, item in read.nonlocals.items())
+    yield from ((f" reading {name}", item) for name, item in variables.nonlocals.items())
     # Of the module only tensors: through other functions and objects there the search would come to whole libraries.
-    tensors = ((name, item) for name, item in read.globals.items() if isinstance(item, (Tensor, np.ndarray)))
+    tensors = ((name, item) for name, item in variables.globals.items() if isinstance(item, (Tensor, np.ndarray)))
     yield from ((f" reading {name}", item) for name, item in tensors)

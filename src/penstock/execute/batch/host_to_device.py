@@ -50,8 +50,8 @@ class _UnderWay:
 
     targets: Sequence[Tensor]
     has_ended: torch.Event
-    own: Sequence[Tensor]
-    """Those that no other microbatch reads."""
+    unshared_targets: Sequence[Tensor]
+    """Targets that no other microbatch reads."""
 
 
 class HostToDevice:
@@ -59,47 +59,46 @@ class HostToDevice:
 
     def __init__(self, transport: Transport, device: torch.device, needs: InputNeeds, cut: Cut) -> None:
         self._transport, self._device, self._needs, self._cut = transport, device, needs, cut
-        self._num_left = 0
+        self._num_remaining = 0
         self._num_uses: Counter[int] = Counter()
-        """By its id, how many microbatches read a tensor."""
+        """Number of microbatches that read a tensor, by the tensor's id."""
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
-        """By its id, a tensor that several of them read, and its one copy."""
+        """Tensor that several microbatches read, and its one copy, by the tensor's id."""
         self._reserved: _Reserved | None = None
         self._under_way: dict[int, _UnderWay] = {}
-        self._last_of_caller: torch.Event | None = None
-        """Behind the last copy from memory that the caller has pinned."""
+        self._last_caller_copy: torch.Event | None = None
+        """Event behind the last copy from memory that the caller has pinned."""
 
     @cached_property
     def _stream(self) -> torch.Stream | None:
         return make_stream(self._device)
 
-    def begin(self, num_microbatches: int, wholes: Sequence[Microbatch]) -> None:
-        """Begin a step; `wholes` are those of its microbatches that are there already."""
-        self._num_left = num_microbatches
-        uses = [{id(each) for each in self._needs.on_host(whole)} for whole in wholes]
+    def begin(self, num_microbatches: int, microbatches: Sequence[Microbatch]) -> None:
+        """Begin a step; `microbatches` are those that are there already."""
+        self._num_remaining = num_microbatches
+        uses = [{id(tensor) for tensor in self._needs.on_host(microbatch)} for microbatch in microbatches]
         self._num_uses = Counter(key for keys in uses for key in keys)
 
-    def copy(self, whole: Microbatch, slices: list[Microbatch]) -> list[Microbatch]:
+    def copy(self, microbatch: Microbatch, slices: list[Microbatch]) -> list[Microbatch]:
         """Queue the copies of a microbatch, and return its slices with them in place of what the host has."""
-        self._num_left -= 1
-        sources = {id(each): each for each in self._needs.on_host(whole)}
+        self._num_remaining -= 1
+        sources = {id(tensor): tensor for tensor in self._needs.on_host(microbatch)}
         if not sources:
             return slices
-        found = {key: self._shared[key][1] for key in sources if key in self._shared}
-        new = [each for key, each in sources.items() if key not in found]
-        plain = [each for each in new if self._stream is not None and _is_plain(each)]
-        found |= zip(map(id, plain), self._copied(whole.index, plain), strict=True)
+        copy_by_id = {key: self._shared[key][1] for key in sources if key in self._shared}
+        new = [tensor for key, tensor in sources.items() if key not in copy_by_id]
+        plain = [tensor for tensor in new if self._stream is not None and _is_plain(tensor)]
+        copy_by_id |= zip(map(id, plain), self._copied(microbatch.index, plain), strict=True)
         # The rest is rare. torch's own copy does: the host waits for it, and a gradient finds its way back.
-        found |= {id(each): each.to(self._device) for each in new if id(each) not in found}
-        shared = [each for each in new if self._is_shared(each)]
-        self._shared |= {id(each): (each, found[id(each)]) for each in shared}
-        values = (whole.args, whole.kwargs, whole.target)
-        args, kwargs, target = map_leaves(lambda leaf: found.get(id(leaf), leaf), values)
-        whole = replace(whole, args=args, kwargs=kwargs, target=target)
-        # Cut again, so that slices have the strides that those of a batch on the device have.
+        copy_by_id |= {id(tensor): tensor.to(self._device) for tensor in new if id(tensor) not in copy_by_id}
+        self._shared |= {id(tensor): (tensor, copy_by_id[id(tensor)]) for tensor in new if self._is_shared(tensor)}
+        values = (microbatch.args, microbatch.kwargs, microbatch.target)
+        args, kwargs, target = map_leaves(lambda leaf: copy_by_id.get(id(leaf), leaf), values)
+        microbatch = replace(microbatch, args=args, kwargs=kwargs, target=target)
+        # The microbatch is cut again, so that its slices have the strides of a batch that was passed on the device.
         return [
-            replace(host, args=own.args, kwargs=own.kwargs, target=own.target)
-            for host, own in zip(slices, self._cut(whole), strict=True)
+            replace(part, args=device_part.args, kwargs=device_part.kwargs, target=device_part.target)
+            for part, device_part in zip(slices, self._cut(microbatch), strict=True)
         ]
 
     def arrive(self, index: int) -> None:
@@ -108,8 +107,8 @@ class HostToDevice:
         if under_way is None:
             return
         self._current().wait_event(under_way.has_ended)
-        if self._num_left:
-            self._reserved = self._reserve(under_way.own)
+        if self._num_remaining:
+            self._reserved = self._reserve(under_way.unshared_targets)
 
     def end(self, *, has_failed: bool) -> None:
         """End a step: from now on the caller may change its batch. One that `has_failed` has no peers any more.
@@ -119,32 +118,32 @@ class HostToDevice:
             RuntimeError: the device has failed.
         """
         while self._under_way:
-            # Of a step that has failed: whoever gets the memory next waits for these copies.
+            # These are left by a step that has failed: whoever gets the memory next waits for these copies.
             self._current().wait_event(self._under_way.popitem()[1].has_ended)
         self._shared.clear()
         self._reserved = None
-        last, self._last_of_caller = self._last_of_caller, None
-        if last is not None:
+        last_copy, self._last_caller_copy = self._last_caller_copy, None
+        if last_copy is not None:
             rank, deadline_s = self._transport.rank, self._transport.deadline_s
             is_held_up = never if has_failed else held_up_of(self._transport)
             go_on = never if has_failed else going_on_of(self._transport)
-            await_device(last.query, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up, go_on=go_on)
+            await_device(last_copy.query, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up, go_on=go_on)
 
     def _copied(self, index: int, sources: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Queue copies on the stream that is for them, and return what they go to."""
+        """Queue copies on the stream that is for them, and return the tensors that they fill."""
         if not sources:
             return ()
         reserved, self._reserved = self._reserved, None
         if reserved is None or list(map(_layout, reserved.targets)) != list(map(_layout, sources)):
             reserved = self._reserve(sources)
         has_ended = make_event(self._device)
-        both = zip(sources, reserved.targets, strict=True)
-        own = [target for source, target in both if not self._is_shared(source)]
+        copies = zip(sources, reserved.targets, strict=True)
+        unshared_targets = [target for source, target in copies if not self._is_shared(source)]
         try:
             self._queue_copies(sources, reserved, has_ended)
-        finally:  # also those of a half-filled microbatch
+        finally:  # where one copy cannot be queued, those before it are under way all the same
             has_ended.record(self._stream)
-            self._under_way[index] = _UnderWay(reserved.targets, has_ended, own)
+            self._under_way[index] = _UnderWay(reserved.targets, has_ended, unshared_targets)
         return reserved.targets
 
     def _queue_copies(self, sources: Sequence[Tensor], reserved: _Reserved, has_ended: torch.Event) -> None:
@@ -155,11 +154,11 @@ class HostToDevice:
             for source, target in zip(sources, reserved.targets, strict=True):
                 is_ready = source.is_pinned() and source.stride() == target.stride()
                 if is_ready:
-                    self._last_of_caller = has_ended
+                    self._last_caller_copy = has_ended
                 target.copy_(source if is_ready else pinned_copy(source), non_blocking=True)
 
-    def _reserve(self, like: Sequence[Tensor]) -> _Reserved:
-        targets = [torch.empty_like(each, device=self._device) for each in like]
+    def _reserve(self, sources: Sequence[Tensor]) -> _Reserved:
+        targets = [torch.empty_like(source, device=self._device) for source in sources]
         is_free = make_event(self._device)
         is_free.record(self._current())
         return _Reserved(targets, is_free)
@@ -172,7 +171,7 @@ class HostToDevice:
 
 
 def copies_for(transport: Transport, needs: InputNeeds, cut: Cut) -> HostToDevice | None:
-    """Return what copies for the stages of a rank; None where they compute on the host."""
+    """Return the copies for the stages of a rank; None where the stages compute on the host."""
     device = needs.device
     return None if device is None or not is_queued(device) else HostToDevice(transport, device, needs, cut)
 
@@ -195,5 +194,5 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
-    # Strides as a new tensor like it has them: gaps are left out.
+    # The strides are those of a new tensor like it: gaps are left out.
     return tensor.shape, tensor.dtype, torch.empty_like(tensor, device="meta").stride()

@@ -19,13 +19,13 @@ Mark = Split | Replicate | None
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Along what a batch is cut, in the words of messages."""
+    """The dimension along which a batch is cut, in the words of messages."""
 
     dimension: str
     unit: str
     parts: str
     option: str
-    """Which one holds the markers."""
+    """Name of the option that holds the markers."""
 
 
 SAMPLES = Axis("batch dimension", "row", "microbatches", "specs")
@@ -111,10 +111,10 @@ def _pieces_of(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tenso
     # Pieces of `Tensor.split` share one version, so that autograd would take the other for changed too.
     if not tensor.requires_grad:
         return torch.unsafe_split_with_sizes(tensor, list(sizes), dim)
-    # And a node of its own: the backward of one piece would call the hooks on all pieces of a node, with None.
+    # Each has a node of its own, too: the backward of one piece would call the hooks on all pieces of one with None.
     total = sum(sizes)
-    around = [(end - size, size, total - end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    return [torch.unsafe_split_with_sizes(tensor, list(three), dim)[1] for three in around]
+    splits = [(end - size, size, total - end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return [torch.unsafe_split_with_sizes(tensor, list(split), dim)[1] for split in splits]
 
 
 def _has_dim(tensor: Tensor, dim: int) -> bool:

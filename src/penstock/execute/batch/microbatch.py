@@ -67,8 +67,8 @@ class BatchSpec:
 
 def describe_specs(specs: BatchSpec | None) -> str:
     """Return one line that is the same for specs that split a batch alike, in whatever order they name its parts."""
-    given = [(field.name, getattr(specs, field.name, None)) for field in fields(BatchSpec)]
-    return ", ".join(f"{name}={saferepr(mark)}" for name, mark in given if mark is not None) or "none"
+    marks = [(field.name, getattr(specs, field.name, None)) for field in fields(BatchSpec)]
+    return ", ".join(f"{name}={saferepr(mark)}" for name, mark in marks if mark is not None) or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def merge_outputs(outputs: Sequence[Any], spec: Any = None, *, part: str = "micr
             )
         columns.append(leaves)
     rules = tree.spread(spec, callable, "output")
-    merged = zip(tree.places("output"), rules, zip(*columns, strict=True), strict=True)
-    return tree.unflatten([_merge(*each) for each in merged])
+    merges = zip(tree.places("output"), rules, zip(*columns, strict=True), strict=True)
+    return tree.unflatten([_merge(place, rule, values) for place, rule, values in merges])
 
 
 def _merge(place: str, rule: Reducer | None, values: tuple[Any, ...]) -> Any:

@@ -15,7 +15,7 @@ from penstock.placement import Placement
 
 
 class BatchBinding(Protocol):
-    """How a model that was cut takes a batch as a whole: what its layers have as `batch_signature`."""
+    """The arguments of a model that was cut, as its layers have them in `batch_signature`."""
 
     @property
     def parameters(self) -> Collection[str]:
@@ -42,11 +42,11 @@ class InputNeeds:
     target: bool
     keywords: frozenset[str] = frozenset()
     keywords_of_all: frozenset[str] = frozenset({ANY_KEYWORD})
-    """Those that the layers of any rank take, `ANY_KEYWORD` among them if one may take any."""
+    """Keywords that the layers of any rank take, `ANY_KEYWORD` among them if one may take any."""
     device: torch.device | None = None
-    """Where the stages compute; None: not known, so that batches are not asked for it."""
+    """Device on which the stages compute; None where it is not known, so that batches may be on any."""
     binding: BatchBinding | None = None
-    """How the model takes a batch; None where layers take what a step passes as it is."""
+    """Binds a batch to the model's arguments; None where layers take what a step passes as it is."""
 
     @classmethod
     def of(
@@ -90,11 +90,11 @@ class InputNeeds:
         Raises:
             PipelineError: all tensors of either are elsewhere.
         """
-        for what, values, is_needed in (("inputs", args, self.inputs), ("target", target, self.target)):
+        for noun, values, is_needed in (("inputs", args, self.inputs), ("target", target, self.target)):
             if is_needed and self.device is not None and _is_elsewhere(values, self.device):
                 places = " and ".join(sorted(map(str, _devices(values))))
                 raise PipelineError(
-                    f"tensors of the {what} are on {places}, but this rank computes on {self.device}; move them first, "
+                    f"tensors of the {noun} are on {places}, but this rank computes on {self.device}; move them first, "
                     "as in x.to(pipeline.device)"
                 )
 
@@ -108,23 +108,23 @@ class InputNeeds:
         if self.device is None or not is_queued(self.device):
             return []
         args, kwargs, target = microbatch.args, microbatch.kwargs, microbatch.target
-        found = tensors_of(args) if self.inputs and _is_on_host(args) else []
-        found += tensors_of(target) if self.target and _is_on_host(target) else []
+        tensors = tensors_of(args) if self.inputs and _is_on_host(args) else []
+        tensors += tensors_of(target) if self.target and _is_on_host(target) else []
         if self.keywords and _is_on_host((args, kwargs, target)):
-            found += tensors_of([each for name, each in kwargs.items() if self.keywords & {name, ANY_KEYWORD}])
-        return [each for each in found if each.device.type == "cpu"]
+            tensors += tensors_of([value for name, value in kwargs.items() if self.keywords & {name, ANY_KEYWORD}])
+        return [tensor for tensor in tensors if tensor.device.type == "cpu"]
 
 
 def _devices(values: Any) -> set[torch.device]:
-    """The devices of the tensors that have dimensions: a number may be on the host at any time."""
-    return {each.device for each in tensors_of(values) if each.dim()}
+    """Return the devices of the tensors that have dimensions: a number may be on the host at any time."""
+    return {tensor.device for tensor in tensors_of(values) if tensor.dim()}
 
 
 def _is_on_host(values: Any) -> bool:
-    return {each.type for each in _devices(values)} == {"cpu"}
+    return {device.type for device in _devices(values)} == {"cpu"}
 
 
 def _is_elsewhere(values: Any, device: torch.device) -> bool:
-    found = _devices(values)
-    is_there = any(each.type == device.type and device.index in (None, each.index) for each in found)
-    return bool(found) and not is_there and not (is_queued(device) and _is_on_host(values))
+    devices = _devices(values)
+    is_there = any(place.type == device.type and device.index in (None, place.index) for place in devices)
+    return bool(devices) and not is_there and not (is_queued(device) and _is_on_host(values))

@@ -21,35 +21,35 @@ class Prefetcher:
         slices: list[list[Microbatch]],
         source: Reader | None = None,
         *,
-        wholes: Sequence[Microbatch] = (),
+        microbatches: Sequence[Microbatch] = (),
         copies: HostToDevice | None = None,
     ) -> None:
-        """Without a source, everything is there already: `wholes` are the microbatches that the slices are of."""
+        """Without a source, everything is there already: the slices are those of `microbatches`."""
         self._slices = slices
         self._source = source
         self._num_pulled = 0 if source is not None else len(slices)
         self._copies = copies
-        self._wholes = dict(enumerate(wholes))
-        """Those that may still have to go to the device."""
+        self._host_microbatches = dict(enumerate(microbatches))
+        """Microbatches that may still have to go to the device, by index."""
         if copies is not None:
-            copies.begin(len(slices), wholes)
+            copies.begin(len(slices), microbatches)
         self.times = DataTimes() if source is None else source.times
-        """The cost of the data so far."""
+        """The seconds that the data have cost so far."""
         self.waits: Sequence[DataWait] = () if source is None else source.waits
-        """When this rank waited for the data so far, on the clock of its stream's times."""
+        """The waits of this rank for the data so far, on the clock of its stream's times."""
 
     def pull(self, microbatch: int) -> None:
         """Have the data of a microbatch, and of those before it; its own may be on their way."""
         while self._num_pulled <= microbatch:
             assert self._source is not None
             index = self._num_pulled
-            whole, self._slices[index] = self._source.next(index)
+            data, self._slices[index] = self._source.next(index)
             if self._copies is not None:
-                self._wholes[index] = whole
+                self._host_microbatches[index] = data
             self._num_pulled += 1
         if self._copies is not None:
-            whole = self._wholes.pop(microbatch)
-            self._slices[microbatch] = self._copies.copy(whole, self._slices[microbatch])
+            data = self._host_microbatches.pop(microbatch)
+            self._slices[microbatch] = self._copies.copy(data, self._slices[microbatch])
 
     def arrive(self, microbatch: int) -> None:
         """Let the device wait for its copy of a microbatch that has been pulled: what follows may read it."""
@@ -58,4 +58,4 @@ class Prefetcher:
 
     def release(self, microbatch: int) -> None:
         """Drop the data of a microbatch; its sizes stay."""
-        self._slices[microbatch] = [without_data(each) for each in self._slices[microbatch]]
+        self._slices[microbatch] = [without_data(part) for part in self._slices[microbatch]]

@@ -16,7 +16,7 @@ from penstock.execute.values.tree import tensors_of
 
 _MAX_SHOWN_DIVISORS = 10
 Measured = tuple[Leaf, int | tuple[int, ...]]
-"""A value with its length, or with those of the parts in which it was given."""
+"""A value with its length, or with the lengths of the parts in which it was given."""
 
 
 def rows_of(leaf: Leaf, num_microbatches: int) -> int | tuple[int, ...] | None:
@@ -42,7 +42,7 @@ def _rows_of_parts(leaf: Leaf, num_microbatches: int) -> tuple[int, ...]:
         )
     if leaf.dim is None:
         return ()
-    firsts = [next((each for each in tensors_of(part) if each.dim()), None) for part in parts]
+    firsts = [next((tensor for tensor in tensors_of(part) if tensor.dim()), None) for part in parts]
     rows = [
         first.shape[checked_dim(f"{leaf.place}.parts[{index}]", first, leaf.dim, SAMPLES)]
         for index, first in enumerate(firsts)
@@ -74,30 +74,30 @@ def even_sizes(leaf: Leaf, num_parts: int, axis: Axis, allow_ragged: bool) -> li
 
 def require_equal(axis: Axis, measured: Sequence[Measured]) -> None:
     """Make sure that all values are of one length. Raises: PipelineError."""
-    for other in measured:
-        if other[1] != measured[0][1]:
-            raise disagreement(axis, measured[0], other)
+    for entry in measured:
+        if entry[1] != measured[0][1]:
+            raise disagreement(axis, measured[0], entry)
 
 
 def disagreement(axis: Axis, *pair: Measured) -> PipelineError:
     """Say that two values are of different lengths."""
-    one, other = (
+    first, second = (
         f"{leaf} has parts of {size} {axis.unit}s" if isinstance(size, tuple) else f"{leaf} has {size} {axis.unit}s"
         for leaf, size in pair
     )
     if isinstance(pair[0][0].value, PreSplit):
-        return PipelineError(f"{one}, but {other}; expected the same {axis.unit}s in both. {_mark(*pair)}")
+        return PipelineError(f"{first}, but {second}; expected the same {axis.unit}s in both. {_mark(*pair)}")
     fix = f"Mark what has no {axis.dimension} Replicate() in {axis.option}, or give Split(dim) the {axis.dimension}"
     if any(is_block_mask(leaf.value) for leaf, _ in pair):
         fix = (
             "Pass ps.PreSplit([...]) of one BlockMask for each microbatch, or one of a single row, which holds for any"
         )
-    return PipelineError(f"{one}, but {other}; expected the same {axis.unit}s in everything that is split. {fix}")
+    return PipelineError(f"{first}, but {second}; expected the same {axis.unit}s in everything that is split. {fix}")
 
 
-def other_rows(presplit: tuple[Leaf, object], whole: tuple[Leaf, int]) -> PipelineError:
-    """Say that a whole value is not cut into the parts of a `PreSplit`."""
-    (parts, sizes), (tensor, num_rows) = presplit, whole
+def other_rows(presplit: tuple[Leaf, object], measured: tuple[Leaf, int]) -> PipelineError:
+    """Say that a tensor is not cut into the parts of a `PreSplit`."""
+    (parts, sizes), (tensor, num_rows) = presplit, measured
     return PipelineError(
         f"{parts} has parts of {sizes} rows, but {tensor} has {num_rows} rows, which are not cut into these: only the "
         "first input, or without inputs the target, decides by its parts how tensors are cut, and they must add up. If "
@@ -114,7 +114,7 @@ def _mark(*presplits: tuple[Leaf, object]) -> str:
 
 
 def _said_divisors(length: int) -> str:
-    """Into how many equal parts so much can be cut."""
+    """Say into how many equal parts so many rows or positions can be cut."""
     divisors = [number for number in range(1, length + 1) if length % number == 0]
     shown = ", ".join(map(str, divisors[:_MAX_SHOWN_DIVISORS]))
     return f"one of {shown}{', ...' if len(divisors) > _MAX_SHOWN_DIVISORS else ''}"

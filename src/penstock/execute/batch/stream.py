@@ -45,12 +45,12 @@ class Part:
 
     def layout(self) -> str:
         """Say what it has; equal texts mean equal shapes on every stage."""
-        found = []
+        texts = []
         for root, value in (("args", self.args), ("kwargs", self.kwargs), ("target", self.target)):
             leaves, tree = flatten(value)
             places = zip(tree.places(root), leaves, strict=True)
-            found += [f"{place} {leaf_text(leaf)}" for place, leaf in places]
-        return ", ".join(found) or "empty"
+            texts += [f"{place} {leaf_text(leaf)}" for place, leaf in places]
+        return ", ".join(texts) or "empty"
 
 
 @dataclass(slots=True)
@@ -58,9 +58,9 @@ class DataTimes:
     """The seconds that a rank's data cost it in one step."""
 
     waited_s: float = 0.0
-    """Until the iterator had given what was asked of it."""
+    """Seconds until the iterator had given what was asked of it."""
     prepared_s: float = 0.0
-    """In the `preprocess` of the stream, and in copying."""
+    """Seconds in the `preprocess` of the stream, and in copying."""
 
 
 @dataclass(slots=True)
@@ -70,10 +70,10 @@ class Pull:
     part: Part
     begin_s: float
     got_s: float
-    """When the iterator had given it, on the clock that times the pull."""
+    """Time at which the iterator had given it, on the clock that times the pull."""
     end_s: float
     is_of_this_step: bool = True
-    """Whether no step before has waited for it, and was then refused."""
+    """False where an earlier step has waited for it, and was then refused."""
 
 
 class Stream:
@@ -141,7 +141,7 @@ class Stream:
                     next(self._items)
                 self._peeked, self._unprepared = None, []
                 self._num_taken += 1
-            # Before the pull: should it fail, this rank passes over the step as the others do.
+            # These are set before the pull: should it fail, this rank passes over the step as the others do.
             self._begin, self._end = self._num_taken, self._num_taken + num_microbatches
             self._peeked = self._peeked or self._pull()
         except StopIteration:
@@ -184,8 +184,8 @@ class Stream:
         got_s = self._read()
         item = self._unprepared[0]
         part = as_part(item if self._preprocess is None else self._preprocess(item))
-        # Copied, since a loader may fill one buffer again for each item, while microbatches before it wait for their
-        # backward. Writes by numpy or a file leave the version of a tensor as it is, so that a guard would miss them.
+        # A loader may fill one buffer again for each item, while microbatches before it wait for their backward, so the
+        # values are copied. Writes by numpy or a file leave the version of a tensor as it is: a guard would miss them.
         part = part.copied(self._copy)
         self._unprepared = []
         return Pull(part, begin_s, got_s, self._read())
@@ -219,7 +219,7 @@ class StreamRules:
     """Whether losses are sums, which weigh the same whatever the sizes."""
     has_count: bool = False
     warn_s: float | None = None
-    """A pull that takes longer is warned of."""
+    """Seconds; a pull that takes longer is warned of."""
 
 
 @dataclass(slots=True, eq=False)
@@ -239,7 +239,7 @@ class Reader:
     waits: list[DataWait] = field(default_factory=list)
     _layout: str = ""
     _sizes: Sequence[tuple[int, int]] = ()
-    _waiting: _Cut | None = None
+    _first_cut: _Cut | None = None
     _has_warned: bool = False
 
     def begin(self) -> tuple[Part, list[Microbatch]]:
@@ -255,10 +255,10 @@ class Reader:
                 "a Stream brings one after another; pass the batch whole (as PreSplit), use reduction='sum', or "
                 "count=None where all microbatches count alike"
             )
-        number = self.rule.num_microbatches
-        part = self.stream.begin_step(self.rank, number, self.read, self.copy).part
+        num_microbatches = self.rule.num_microbatches
+        part = self.stream.begin_step(self.rank, num_microbatches, self.read, self.copy).part
         self._layout = part.layout()
-        _, slices = self._waiting = self._cut(0, part)
+        _, slices = self._first_cut = self._cut(0, part)
         self._sizes = _sizes(slices)
         return part, slices
 
@@ -271,11 +271,11 @@ class Reader:
         pull = self.stream.take()
         self._note(index, pull)
         if index == 0:
-            first, self._waiting = self._waiting, None
-            assert first is not None, "begin() has cut it"
-            return first
+            first_cut, self._first_cut = self._first_cut, None
+            assert first_cut is not None, "begin() has cut it"
+            return first_cut
         layout = pull.part.layout()
-        whole, slices = self._cut(index, pull.part)
+        microbatch, slices = self._cut(index, pull.part)
         cannot_be_weighed = _sizes(slices) != self._sizes and not self.rules.is_sum
         if layout != self._layout and not self.rules.has_variable_shapes:
             and_sums = " and reduction='sum': a mean needs all sizes before the first backward"
@@ -287,19 +287,19 @@ class Reader:
             )
         if cannot_be_weighed:
             raise PipelineError(
-                f"microbatch {index} of the stream has {_said(_sizes(slices))}, microbatch 0 of the step had "
-                f"{_said(self._sizes)} ({layout}, and {self._layout}); a mean weighs losses by these numbers, which "
-                "must be known before the first backward. Yield equal ones, use reduction='sum', or pass the batch "
-                "whole (as PreSplit)",
+                f"microbatch {index} of the stream has {_sizes_text(_sizes(slices))}, microbatch 0 of the step had "
+                f"{_sizes_text(self._sizes)} ({layout}, and {self._layout}); a mean weighs losses by these numbers, "
+                "which must be known before the first backward. Yield equal ones, use reduction='sum', or pass the "
+                "batch whole (as PreSplit)",
                 rank=self.rank,
             )
-        return whole, slices
+        return microbatch, slices
 
     def _cut(self, index: int, part: Part) -> _Cut:
         rule = replace(self.rule, num_microbatches=1)
-        (found,) = rule.microbatches(part.args, part.kwargs, part.target)
-        whole = replace(self.bind(found), index=index)
-        return whole, self.rule.slices(whole)
+        (only_microbatch,) = rule.microbatches(part.args, part.kwargs, part.target)
+        microbatch = replace(self.bind(only_microbatch), index=index)
+        return microbatch, self.rule.slices(microbatch)
 
     def _note(self, index: int, pull: Pull) -> None:
         if pull.is_of_this_step:
@@ -319,9 +319,9 @@ class Reader:
 
 
 def _sizes(slices: Sequence[Microbatch]) -> list[tuple[int, int]]:
-    return [(each.size, each.length) for each in slices]
+    return [(part.size, part.length) for part in slices]
 
 
-def _said(sizes: Sequence[tuple[int, int]]) -> str:
+def _sizes_text(sizes: Sequence[tuple[int, int]]) -> str:
     lengths = f" in slices of {[length for _, length in sizes]}" if len(sizes) > 1 else ""
     return f"{sizes[0][0]} rows{lengths}"

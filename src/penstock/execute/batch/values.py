@@ -18,7 +18,7 @@ from penstock.execute.control.handshake import odd_one_out
 from penstock.execute.values.tree import flatten
 
 NUM_PARTS = 3
-"""Inputs, keyword arguments and target."""
+"""Number of parts of a batch that are compared: inputs, keyword arguments and target."""
 _MAX_SHOWN = 5
 
 
@@ -42,18 +42,18 @@ class BatchValues:
         return {place: self._digest([leaf]) for part in self._parts for place, leaf in part}
 
     def _digest(self, leaves: Sequence[Any]) -> int:
-        """One number for all leaves; of what is not read, their number counts."""
-        found = hashlib.blake2b(digest_size=8)
+        """Return one number for all leaves; a leaf that is not read counts as one leaf, whatever its value."""
+        hasher = hashlib.blake2b(digest_size=8)
         for leaf in leaves:
             if self._reads_all and _is_readable(leaf):
-                found.update(_bytes_of(leaf))
+                hasher.update(_bytes_of(leaf))
             elif type(leaf) is int or (type(leaf) is float and self._reads_all):
-                found.update(repr(leaf).encode())
-            found.update(b";")
-        return int.from_bytes(found.digest())
+                hasher.update(repr(leaf).encode())
+            hasher.update(b";")
+        return int.from_bytes(hasher.digest())
 
 
-def refuse_other_values(control: Control, own: BatchValues | None, digests: Sequence[Sequence[int]]) -> None:
+def refuse_other_values(control: Control, local_values: BatchValues | None, digests: Sequence[Sequence[int]]) -> None:
     """Compare the digests of all ranks, part by part; 0 stands for nothing given. A collective where they differ.
 
     Raises:
@@ -61,26 +61,26 @@ def refuse_other_values(control: Control, own: BatchValues | None, digests: Sequ
     """
     if all(len(set(part) - {0}) < 2 for part in zip(*digests, strict=True)):
         return
-    everyone = control.all_gather_object({} if own is None else own.by_place())
-    found = [theirs if isinstance(theirs, dict) else {} for theirs in everyone]
-    one, other, places = _difference(found)
+    values_of_ranks = control.all_gather_object({} if local_values is None else local_values.by_place())
+    digests_by_place = [values if isinstance(values, dict) else {} for values in values_of_ranks]
+    usual_rank, odd_rank, places = _difference(digests_by_place)
     raise StepRefused(
-        f"{control.names[one]} and {control.names[other]} were given different values in "
+        f"{control.names[usual_rank]} and {control.names[odd_rank]} were given different values in "
         f"{listed(places, _MAX_SHOWN)}; pass the same batch on every rank, or nothing where a rank needs none. "
         "A loader that shuffles needs the same seed on all ranks. If values differ on purpose, create the pipeline "
         "with check_batches=False",
-        rank=control.names.numbers[other],
+        rank=control.names.numbers[odd_rank],
     )
 
 
 def _difference(digests: Sequence[Mapping[str, object]]) -> tuple[int, int, list[str]]:
-    """A rank that was given what most ranks were, the first that was not, and the places where the two differ."""
-    for place in dict.fromkeys(place for theirs in digests for place in theirs):
-        given = {rank: theirs[place] for rank, theirs in enumerate(digests) if place in theirs}
-        ranks = odd_one_out(given)
-        if ranks is not None:
-            first, second = digests[ranks[0]], digests[ranks[1]]
-            return *ranks, [name for name in first if second.get(name, first[name]) != first[name]]
+    """Return a rank that was given what most ranks were, the first that was not, and the places where they differ."""
+    for place in dict.fromkeys(place for report in digests for place in report):
+        digest_by_rank = {rank: report[place] for rank, report in enumerate(digests) if place in report}
+        pair = odd_one_out(digest_by_rank)
+        if pair is not None:
+            first, second = digests[pair[0]], digests[pair[1]]
+            return *pair, [name for name in first if second.get(name, first[name]) != first[name]]
     return 0, len(digests) - 1, ["a value that has changed since"]
 
 
@@ -101,7 +101,7 @@ def _is_readable(leaf: Any) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bits of all elements, in the order of the indices, without a copy where they lie so on a CPU."""
+    """Return the bits of all elements, in the order of the indices, without a copy where they lie so on a CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
     if flat.stride(0) != 1:  # contiguous() would leave a single element as it is
         flat = flat.clone(memory_format=torch.contiguous_format)
