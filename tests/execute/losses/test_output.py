@@ -56,8 +56,8 @@ def test_the_sum_of_named_losses_is_trained_and_each_is_reported():
     parts.loss.backward()
 
     assert parts.loss.item() == 15.0
-    assert {name: float(loss) for name, loss in parts.named.items()} == {"a": 6.0, "b": 9.0}
-    assert not any(loss.requires_grad for loss in parts.named.values())
+    assert {name: float(loss) for name, loss in parts.named_losses.items()} == {"a": 6.0, "b": 9.0}
+    assert not any(loss.requires_grad for loss in parts.named_losses.values())
     assert float(weight.grad) == 8.0
 
 
@@ -75,7 +75,7 @@ def test_named_sums_share_their_weight():
     parts = read_loss(LossOutput({"a": torch.tensor(6.0), "b": torch.tensor(2.0)}, 4), 0, 4.0)
 
     assert float(parts.loss) == 2.0
-    assert {name: float(loss) for name, loss in parts.named.items()} == {"a": 1.5, "b": 0.5}
+    assert {name: float(loss) for name, loss in parts.named_losses.items()} == {"a": 1.5, "b": 0.5}
 
 
 @pytest.mark.parametrize("total", [0.0, math.nan, math.inf])

@@ -36,8 +36,8 @@ def test_losses_of_one_name_and_place_are_added_up_without_their_graph():
     for value in (1.0, 2.0):
         losses.note(NAME, (1, 0), torch.tensor(value, requires_grad=True))
 
-    assert losses.named == {NAME: {(1, 0): torch.tensor(3.0, dtype=torch.float64)}}
-    assert not losses.named[NAME][1, 0].requires_grad
+    assert losses.named_losses == {NAME: {(1, 0): torch.tensor(3.0, dtype=torch.float64)}}
+    assert not losses.named_losses[NAME][1, 0].requires_grad
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss"])
@@ -68,7 +68,7 @@ def test_a_named_loss_that_its_layer_goes_on_changing_stays_as_it_was_noted():
     for index in range(2):
         losses.note(NAME, (index, 0), total.add_(1))
 
-    assert [loss.item() for loss in losses.named[NAME].values()] == [1, 2]
+    assert [loss.item() for loss in losses.named_losses[NAME].values()] == [1, 2]
 
 
 def test_the_same_rules_without_what_was_noted():
@@ -78,7 +78,7 @@ def test_the_same_rules_without_what_was_noted():
     again = losses.forgetting()
     again.note(NAME, (0, 0), torch.tensor(1.0))
 
-    assert again.computed == losses.named == {}
+    assert again.computed == losses.named_losses == {}
     assert again.root_of(torch.tensor(3.0), 0.5) == 12.0
 
 
@@ -116,7 +116,9 @@ def test_a_scale_changes_the_beginning_alone():
     root = compute(losses, output)
 
     assert root.item() == 6.0
-    assert float(losses.computed[PLACE]) == float(losses.named[LossName("a", False, torch.float32)][PLACE]) == 3.0
+    assert (
+        float(losses.computed[PLACE]) == float(losses.named_losses[LossName("a", False, torch.float32)][PLACE]) == 3.0
+    )
 
 
 def test_in_evaluation_nothing_begins_and_nothing_is_scaled():
@@ -166,7 +168,7 @@ def test_what_is_named_and_reported_is_noted_and_the_count_is_compared():
     compute(losses, torch.tensor(3.0, requires_grad=True))
 
     assert float(losses.computed[PLACE]) == 2.0
-    assert {name.name: float(losses[PLACE]) for name, losses in losses.named.items()} == {"a": 1.0, "b": 1.0}
+    assert {name.name: float(losses[PLACE]) for name, losses in losses.named_losses.items()} == {"a": 1.0, "b": 1.0}
     assert losses.reported == {PLACE: "x"}
 
 

@@ -81,11 +81,11 @@ def test_values_are_noted_before_their_weights_and_the_total_after():
     one.forward(leaf())
 
     squares, mean = (sum(part(output) for output in (first, second)) for part in (square_mean, torch.mean))
-    torch.testing.assert_close(losses.named[SQUARES][PLACE].float(), squares)
-    torch.testing.assert_close(losses.named[MEAN][PLACE].float(), mean)
-    total = losses.named[LossName(ALL_TOGETHER, True, torch.float32)][PLACE]
+    torch.testing.assert_close(losses.named_losses[SQUARES][PLACE].float(), squares)
+    torch.testing.assert_close(losses.named_losses[MEAN][PLACE].float(), mean)
+    total = losses.named_losses[LossName(ALL_TOGETHER, True, torch.float32)][PLACE]
     torch.testing.assert_close(total.float(), 0.5 * squares + 3.0 * mean)
-    assert not any(loss.requires_grad for found in losses.named.values() for loss in found.values())
+    assert not any(loss.requires_grad for found in losses.named_losses.values() for loss in found.values())
 
 
 def square_mean(output):
@@ -97,10 +97,10 @@ def test_what_several_stages_of_a_rank_add_is_added_up():
     one, losses = stage_and_step()
 
     one.forward(leaf())
-    once = losses.named[SQUARES][PLACE].clone()
+    once = losses.named_losses[SQUARES][PLACE].clone()
     one.forward(leaf())
 
-    assert torch.equal(losses.named[SQUARES][PLACE], 2 * once)
+    assert torch.equal(losses.named_losses[SQUARES][PLACE], 2 * once)
 
 
 def test_it_is_scaled_where_its_backward_begins():
@@ -111,7 +111,7 @@ def test_it_is_scaled_where_its_backward_begins():
 
     weight, other = (one.stage.layers["a"].linear.weight for one, _ in (scaled, plain))
     assert torch.equal(weight.grad, 8.0 * other.grad)
-    assert torch.equal(scaled[1].named[MEAN][PLACE], plain[1].named[MEAN][PLACE])
+    assert torch.equal(scaled[1].named_losses[MEAN][PLACE], plain[1].named_losses[MEAN][PLACE])
 
 
 @pytest.mark.parametrize("reason", ["no weight", "frozen"])
@@ -124,7 +124,7 @@ def test_what_is_not_trained_is_noted_alone(reason):
 
     assert saved.parts[0].roots() == ([], [])
     assert len(saved.edges) == (reason == "no weight")
-    assert set(losses.named) == {SQUARES, MEAN, LossName(ALL_TOGETHER, True, torch.float32)}
+    assert set(losses.named_losses) == {SQUARES, MEAN, LossName(ALL_TOGETHER, True, torch.float32)}
 
 
 def test_a_forward_that_adds_nothing_notes_nothing():
@@ -133,7 +133,7 @@ def test_a_forward_that_adds_nothing_notes_nothing():
 
     saved = one.saved(leaf())
 
-    assert (len(saved.edges), saved.parts[0].roots(), one.step.losses.named) == (1, ([], []), {})
+    assert (len(saved.edges), saved.parts[0].roots(), one.step.losses.named_losses) == (1, ([], []), {})
 
 
 class Failing(nn.Module):
@@ -154,14 +154,14 @@ def test_a_forward_that_fails_leaves_nothing_in_the_modules():
 def test_a_forward_that_runs_again_notes_nothing_and_begins_its_backward_alike():
     one, losses = stage_and_step()
     part = one.saved(leaf()).parts[0]
-    noted = losses.named[SQUARES][PLACE].clone()
+    noted = losses.named_losses[SQUARES][PLACE].clone()
 
     again = part.again()
     with again.around_forward():
         output = nn.Sequential(*one.stage.modules)(leaf())
     again.leave(output)
 
-    assert torch.equal(losses.named[SQUARES][PLACE], noted)
+    assert torch.equal(losses.named_losses[SQUARES][PLACE], noted)
     assert len(again.roots()[0]) == len(part.roots()[0]) == 1
     assert torch.equal(again.roots()[1][0], torch.ones(()))
 

@@ -15,7 +15,7 @@ from penstock.execute.values.block_masks import is_block_mask
 from penstock.execute.values.tree import tensors_of
 
 _MAX_SHOWN_DIVISORS = 10
-Measured = tuple[Leaf, int | tuple[int, ...]]
+MeasuredLeaf = tuple[Leaf, int | tuple[int, ...]]
 """A value with its length, or with the lengths of the parts in which it was given."""
 
 
@@ -26,7 +26,7 @@ def rows_of(leaf: Leaf, num_microbatches: int) -> int | tuple[int, ...] | None:
     return None if leaf.dim is None else leaf.length
 
 
-def leading_rows(measured: Sequence[Measured]) -> int | tuple[int, ...] | None:
+def leading_rows(measured: Sequence[MeasuredLeaf]) -> int | tuple[int, ...] | None:
     """Return the rows of the first input, or of the target where there is no input; None without both."""
     roots = ("args", "target")
     return next((rows for root in roots for leaf, rows in measured if leaf.place.startswith(root)), None)
@@ -72,14 +72,14 @@ def even_sizes(leaf: Leaf, num_parts: int, axis: Axis, allow_ragged: bool) -> li
     return [size + (index < num_larger) for index in range(num_parts)]
 
 
-def require_equal(axis: Axis, measured: Sequence[Measured]) -> None:
+def require_equal(axis: Axis, measured: Sequence[MeasuredLeaf]) -> None:
     """Make sure that all values are of one length. Raises: PipelineError."""
     for entry in measured:
         if entry[1] != measured[0][1]:
             raise disagreement(axis, measured[0], entry)
 
 
-def disagreement(axis: Axis, *pair: Measured) -> PipelineError:
+def disagreement(axis: Axis, *pair: MeasuredLeaf) -> PipelineError:
     """Say that two values are of different lengths."""
     first, second = (
         f"{leaf} has parts of {size} {axis.unit}s" if isinstance(size, tuple) else f"{leaf} has {size} {axis.unit}s"

@@ -22,11 +22,11 @@ from penstock.execute.losses.results import MicrobatchLosses, NamedLosses, StepR
 from penstock.execute.losses.step_losses import StepLosses
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Types travel as indices."""
+"""Types of losses, which travel as indices in this tuple."""
 _MAIN = "\0"
-"""In the place of a name: what the loss function returned."""
+"""Stands in the place of a name for the loss that the loss function returned."""
 _Losses = tuple[Tensor, MicrobatchLosses]
-"""One loss of a batch, and of each microbatch."""
+"""One loss of a batch, and the same loss of each microbatch."""
 
 
 class LossExchange:
@@ -36,77 +36,76 @@ class LossExchange:
         self._control, self._within = control, control.within
         self._device = device
         self._is_auxiliary: dict[str, bool] = {}
-        """Per name that has come in any step, whether layers add the loss."""
+        """Whether layers add the loss, by each name that has come in any step."""
 
-    def share(self, own: StepLosses) -> StepResult:
+    def share(self, step_losses: StepLosses) -> StepResult:
         """Give every rank every loss of the step, and those of the job: one gather, with replicas a second.
 
         Raises:
             PipelineError: on every rank, if a layer and the loss function use one name for two losses.
         """
-        everyone = cast(list[dict[str, Any]], self._within.all_gather_object(_report(own)))
-        main = _main(sorted(row for theirs in everyone for row in theirs["computed"]), own)
-        shares = own.shares if main is None else main.shares
-        named = self._named([row for theirs in everyone for row in theirs["named"]], own, shares)
-        of_name = self._of_job({} if main is None else {_MAIN: main}, named)
-        loss, losses = of_name.pop(_MAIN, (None, MicrobatchLosses()))
-        added, _ = of_name.pop(ALL_TOGETHER, (None, None))
+        reports = cast(list[dict[str, Any]], self._within.all_gather_object(_report(step_losses)))
+        main = _main(sorted(row for report in reports for row in report["computed"]), step_losses)
+        shares = step_losses.shares if main is None else main.shares
+        columns = self._named_columns([row for report in reports for row in report["named"]], step_losses, shares)
+        results = self._of_job(columns if main is None else {_MAIN: main} | columns)
+        loss, losses = results.pop(_MAIN, (None, MicrobatchLosses()))
+        auxiliary_total, _ = results.pop(ALL_TOGETHER, (None, None))
         return StepResult(
             loss=loss,
             losses=losses,
-            named_losses=NamedLosses({name: of_batch for name, (of_batch, _) in of_name.items()}),
-            named_microbatch_losses=NamedLosses({name: each for name, (_, each) in of_name.items()}),
-            total=loss if loss is None or added is None else loss + added,
-            reported=reported_by_microbatch(own),
+            named_losses=NamedLosses({name: batch_loss for name, (batch_loss, _) in results.items()}),
+            named_microbatch_losses=NamedLosses({name: column for name, (_, column) in results.items()}),
+            total=loss if loss is None or auxiliary_total is None else loss + auxiliary_total,
+            reported=reported_by_microbatch(step_losses),
         )
 
-    def _named(self, rows: Sequence[Sequence[Any]], own: StepLosses, shares: LossShares) -> dict[str, "_Column"]:
-        """Each loss that any rank has under a name; of several types the sum, in the wider one."""
-        found: dict[LossName, dict[MicrobatchKey, float]] = {}
+    def _named_columns(self, rows: "_Rows", step_losses: StepLosses, shares: LossShares) -> dict[str, "_Column"]:
+        """Return the column of each loss that any rank has under a name; of several types the sum, in the wider one."""
+        losses_by_name: dict[LossName, dict[MicrobatchKey, float]] = {}
         for text, is_auxiliary, dtype, cells in rows:
-            noted = found.setdefault(LossName(text, is_auxiliary, _DTYPES[dtype]), {})
+            losses_by_place = losses_by_name.setdefault(LossName(text, is_auxiliary, _DTYPES[dtype]), {})
             for *place, loss in cells:
-                noted[tuple(place)] = noted.get(tuple(place), 0.0) + loss
-        places = list(product(range(own.num_microbatches), range(own.num_slices)))
+                losses_by_place[tuple(place)] = losses_by_place.get(tuple(place), 0.0) + loss
+        places = list(product(range(step_losses.num_microbatches), range(step_losses.num_slices)))
         columns: dict[str, _Column] = {}
-        for name in sorted(found, key=lambda name: name.is_auxiliary):
+        for name in sorted(losses_by_name, key=lambda name: name.is_auxiliary):
             self._require_one_meaning(name)
-            values, dtype = [found[name].get(place, 0.0) for place in places], name.dtype
+            values, dtype = [losses_by_name[name].get(place, 0.0) for place in places], name.dtype
             if name.name in columns:
-                others = columns[name.name]
-                values = [other + value for other, value in zip(others.losses, values, strict=True)]
-                dtype = torch.promote_types(others.dtypes[0], dtype)
-            its_shares = own.auxiliary_shares if name.is_auxiliary else shares
-            columns[name.name] = _Column(values, [dtype] * len(places), its_shares)
+                column = columns[name.name]
+                values = [loss + value for loss, value in zip(column.losses, values, strict=True)]
+                dtype = torch.promote_types(column.dtypes[0], dtype)
+            column_shares = step_losses.auxiliary_shares if name.is_auxiliary else shares
+            columns[name.name] = _Column(values, [dtype] * len(places), column_shares)
         return columns
 
-    def _of_job(self, main: "dict[str, _Column]", named: "dict[str, _Column]") -> dict[str, "_Losses"]:
+    def _of_job(self, columns: "dict[str, _Column]") -> dict[str, "_Losses"]:
         """Put together the losses of each column; those of the batch are the sums over the replicas, in their order."""
-        columns = main | named
-        exact = self._on_device([each.losses for each in columns.values()])
-        found = dict(zip(columns, map(_losses_of, columns.values(), exact), strict=True))
+        exact = self._on_device([column.losses for column in columns.values()])
+        local_losses = dict(zip(columns, map(_losses_of, columns.values(), exact), strict=True))
         if self._control.places.num_replicas == 1:
-            return found
-        own = {
-            name: (_weighted(column), _DTYPES.index(reduce(torch.promote_types, column.dtypes)))
+            return local_losses
+        local_shares = {
+            name: (_share_of_job(column), _DTYPES.index(reduce(torch.promote_types, column.dtypes)))
             for name, column in columns.items()
         }
         totals: dict[str, float] = {}
         types: dict[str, torch.dtype] = {}
-        for name, (loss, dtype) in (item for theirs in self._control.across(own) for item in theirs.items()):
+        for name, (loss, dtype) in (item for report in self._control.across(local_shares) for item in report.items()):
             totals[name] = totals.get(name, 0.0) + loss
             types[name] = torch.promote_types(types.get(name, _DTYPES[dtype]), _DTYPES[dtype])
         exact = self._on_device([[total] for total in totals.values()])
         return {
-            name: (values[0].to(types[name]), found[name][1] if name in found else MicrobatchLosses())
+            name: (values[0].to(types[name]), local_losses[name][1] if name in local_losses else MicrobatchLosses())
             for name, values in zip(totals, exact, strict=True)
         }
 
     def _on_device(self, losses: Sequence[Sequence[float]]) -> Sequence[Tensor]:
-        """[losses] -> one tensor each, on the device, to which all are brought at once."""
+        """Return each row of losses as a tensor on the device, to which all rows are brought at once."""
         if not losses:
             return []
-        # Pinned, so that the copy to a device is queued: from other memory the host would wait for all that was queued.
+        # From memory that is not pinned the host would wait for all that was queued; the copy of pinned one is queued.
         is_ahead = is_queued(self._device)
         on_host = torch.tensor(losses, dtype=torch.float64, device="cpu", pin_memory=is_ahead)
         return on_host.to(self._device, non_blocking=is_ahead).unbind()
@@ -119,6 +118,10 @@ class LossExchange:
             )
 
 
+_Rows = Sequence[Sequence[Any]]
+"""Losses in the reports of ranks, as `_report` makes them."""
+
+
 class _Column(NamedTuple):
     """One loss of a batch as it was in each slice of each microbatch, in order."""
 
@@ -127,19 +130,19 @@ class _Column(NamedTuple):
     shares: LossShares
 
 
-def _main(rows: Sequence[Sequence[Any]], own: StepLosses) -> _Column | None:
-    """The losses of the loss function, of rows by place; None where it was not called."""
-    if len(rows) < own.num_microbatches * own.num_slices:
+def _main(rows: _Rows, step_losses: StepLosses) -> _Column | None:
+    """Return the column of the loss function's losses, of rows in order; None where it was not called."""
+    if len(rows) < step_losses.num_microbatches * step_losses.num_slices:
         return None
     _, _, losses, dtypes, weights, fractions = zip(*rows, strict=True)
-    shares = LossShares(weights[:: own.num_slices], _by_microbatch(fractions, own.num_slices))
+    shares = LossShares(weights[:: step_losses.num_slices], _by_microbatch(fractions, step_losses.num_slices))
     return _Column(losses, [_DTYPES[dtype] for dtype in dtypes], shares)
 
 
 def _losses_of(column: _Column, exact: Tensor) -> _Losses:
     """Put together the losses of all slices of all microbatches; `exact` has them on the device."""
-    of_type = {dtype: exact.to(dtype).unbind() for dtype in set(column.dtypes)}
-    values = [of_type[dtype][index] for index, dtype in enumerate(column.dtypes)]
+    values_by_dtype = {dtype: exact.to(dtype).unbind() for dtype in set(column.dtypes)}
+    values = [values_by_dtype[dtype][index] for index, dtype in enumerate(column.dtypes)]
     shares = column.shares
     width = len(shares.fractions[0])
     pairs = zip(_by_microbatch(values, width), shares.fractions, strict=True)
@@ -147,8 +150,8 @@ def _losses_of(column: _Column, exact: Tensor) -> _Losses:
     return combine_losses(losses, shares.weights), MicrobatchLosses(losses)
 
 
-def _weighted(column: _Column) -> float:
-    """The share of a replica's losses in the loss of the job, in float64."""
+def _share_of_job(column: _Column) -> float:
+    """Return the share of a replica's losses in the loss of the job, in float64."""
     shares, total = column.shares, 0.0
     rows = zip(_by_microbatch(column.losses, len(shares.fractions[0])), shares.fractions, shares.weights, strict=True)
     for losses, fractions, weight in rows:
@@ -158,24 +161,24 @@ def _weighted(column: _Column) -> float:
     return total
 
 
-def _report(own: StepLosses) -> dict[str, object]:
+def _report(step_losses: StepLosses) -> dict[str, object]:
     """Return the losses that a rank has computed, for the others.
 
-    One of the loss function is (microbatch, slice, loss, index of its type, weight, fraction).
+    A row of the loss function is (microbatch, slice, loss, index of its type, weight, fraction).
     """
-    losses = [loss for column in (own.computed, *own.named.values()) for loss in column.values()]
+    losses = [loss for column in (step_losses.computed, *step_losses.named_losses.values()) for loss in column.values()]
     # Here the host waits for the device, the only time in the exchange. Of several types torch makes the wider one.
     exact = iter(torch.stack(losses).to(torch.float64).tolist() if losses else ())
-    weights, fractions = own.shares.weights, own.shares.fractions
-    computed = [
+    weights, fractions = step_losses.shares.weights, step_losses.shares.fractions
+    computed_rows = [
         (part, index, next(exact), _DTYPES.index(loss.dtype), weights[part], fractions[part][index])
-        for (part, index), loss in own.computed.items()
+        for (part, index), loss in step_losses.computed.items()
     ]
-    named = [
+    named_rows = [
         (name.name, name.is_auxiliary, _DTYPES.index(name.dtype), [(*place, next(exact)) for place in column])
-        for name, column in own.named.items()
+        for name, column in step_losses.named_losses.items()
     ]
-    return {"computed": computed, "named": named}
+    return {"computed": computed_rows, "named": named_rows}
 
 
 def _by_microbatch(values: Sequence[Any], num_slices: int) -> list[Sequence[Any]]:

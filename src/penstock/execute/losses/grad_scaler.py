@@ -55,8 +55,8 @@ class SharedScaler:
 
         If one is, the gradients of all ranks become NaN, so that every scaler skips the step of every optimizer.
         """
-        found = [getattr(parameter, self._attribute, None) for parameter in parameters]
-        gradients = [gradient for gradient in found if gradient is not None]
+        grads = [getattr(parameter, self._attribute, None) for parameter in parameters]
+        gradients = [grad for grad in grads if grad is not None]
         if self._control.places.data is not None:
             gradients = list(map(local_part, gradients))
         overflows = not all(self._control.all_gather_object(_are_finite(gradients)))
@@ -72,7 +72,7 @@ class SharedScaler:
 
         Otherwise torch refuses `update()` on this rank, and its scale stays behind those of the other ranks.
         """
-        # It was checked already if there was no update() since: several steps are accumulated.
+        # unscale_ raises if the stand-in was checked since the last update(), as where several steps are accumulated.
         with suppress(RuntimeError):
             self._scaler.unscale_(self._stand_ins[overflows])
 
@@ -86,6 +86,6 @@ def _stand_in(gradient: float, device: torch.device) -> Optimizer:
 
 def _are_finite(gradients: Iterable[Tensor]) -> bool:
     # Of a sparse gradient, each entry counts and not their sums, as for torch: an infinite one times 0 is NaN.
-    values = [(each * 0).coalesce().values() if each.is_sparse else each for each in gradients]
-    # one synchronisation with the device for all of them
-    return not values or bool(torch.stack([torch.isfinite(each).all() for each in values]).all())
+    values = [(grad * 0).coalesce().values() if grad.is_sparse else grad for grad in gradients]
+    # The host waits once for the device, for all gradients together.
+    return not values or bool(torch.stack([torch.isfinite(value).all() for value in values]).all())

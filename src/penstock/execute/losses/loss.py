@@ -35,11 +35,11 @@ class LossShares:
     """The part that each loss has in the loss of the batch."""
 
     weights: Sequence[float]
-    """Per microbatch, its factor in the loss of the batch."""
+    """Factor of each microbatch in the loss of the batch."""
     fractions: Sequence[Sequence[float]]
-    """Per microbatch and slice, the factor in the loss of the microbatch; 1 where microbatches are not cut."""
+    """Factor of each slice of each microbatch in the loss of its microbatch; 1 where microbatches are not cut."""
     counts: Sequence[Sequence[float]] | None = None
-    """Per microbatch and slice, what `count` said of its target; None without a `count`."""
+    """Count of the target of each slice of each microbatch, as `count` said; None without a `count`."""
 
     def factor(self, microbatch: int, slice: int) -> float:
         """Return the factor in the loss of the batch."""
@@ -51,13 +51,13 @@ class LossShares:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LossCounts:
     """The numbers that losses of a batch are weighed by: its rows and lengths, or what `count` says of its targets."""
 
-    wholes: Sequence[float]
-    """Per microbatch."""
+    microbatches: Sequence[float]
+    """Number of each microbatch."""
     slices: Sequence[Sequence[float]]
-    """Per microbatch and slice."""
+    """Number of each slice of each microbatch."""
     is_counted: bool = False
 
 
@@ -84,7 +84,7 @@ class LossWeights:
         if self.reduction == "sum" and self.count is not None:
             raise ConfigError("a sum is not divided by a count; drop count, or use reduction='mean'", key="count")
 
-    def measure(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> Measured:
+    def measure(self, microbatches: Sequence[Microbatch], slices: Sequence[Sequence[Microbatch]]) -> LossCounts:
         """Return what losses are weighed by.
 
         A slice counts as its length in the sequence, or as what `count` says of its target. Where the loss function is
@@ -94,25 +94,25 @@ class LossWeights:
             PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
         """
         if self.count is None:
-            sizes = [self._share(each, each.size) for each in microbatches]
-            return Measured(sizes, [[self._share(each, each.length) for each in row] for row in slices])
-        wholes = [_counted(self.count, microbatch) for microbatch in microbatches]
-        counts = [_counted_slices(self.count, *pair) for pair in zip(wholes, slices, strict=True)]
-        return Measured(wholes, counts, is_counted=True)
+            sizes = [self._share(microbatch, microbatch.size) for microbatch in microbatches]
+            return LossCounts(sizes, [[self._share(part, part.length) for part in row] for row in slices])
+        counts = [_counted(self.count, microbatch) for microbatch in microbatches]
+        counts_of_slices = [_counted_slices(self.count, *pair) for pair in zip(counts, slices, strict=True)]
+        return LossCounts(counts, counts_of_slices, is_counted=True)
 
-    def shares_of(self, measured: Measured, job: tuple[float, int] | None = None) -> LossShares:
+    def shares_of(self, counts: LossCounts, job: tuple[float, int] | None = None) -> LossShares:
         """Return the factors of all microbatches and of their slices.
 
         All counts zero gives zeros; where nothing is split (no rows), a mean weighs all microbatches the same. With
         replicas, `job` is what all of them measure together, and how many microbatches they have.
         """
-        total, num_microbatches = (sum(measured.wholes), len(measured.wholes)) if job is None else job
+        total, num_microbatches = (sum(counts.microbatches), len(counts.microbatches)) if job is None else job
         # Where nothing counts, the losses of the slices are shown as they are: not a number.
-        fractions = [self._parts_of(sum(row), len(row), row) for row in measured.slices]
-        weights = self._parts_of(total, num_microbatches, measured.wholes)
-        if not measured.is_counted:
+        fractions = [self._parts_of(sum(row), len(row), row) for row in counts.slices]
+        weights = self._parts_of(total, num_microbatches, counts.microbatches)
+        if not counts.is_counted:
             return LossShares(weights, fractions)
-        return LossShares(weights if total else [0.0] * len(weights), fractions, measured.slices)
+        return LossShares(weights if total else [0.0] * len(weights), fractions, counts.slices)
 
     @property
     def of_rows(self) -> "LossWeights":
@@ -143,13 +143,13 @@ def _counted(count: Count, microbatch: Microbatch) -> float:
     return share
 
 
-def _counted_slices(count: Count, whole: float, slices: Sequence[Microbatch]) -> list[float]:
+def _counted_slices(count: Count, total: float, slices: Sequence[Microbatch]) -> list[float]:
     if len(slices) == 1:
-        return [whole]
-    counts = [_counted(count, each) for each in slices]
-    if not math.isclose(whole, sum(counts), rel_tol=1e-9):
+        return [total]
+    counts = [_counted(count, part) for part in slices]
+    if not math.isclose(total, sum(counts), rel_tol=1e-9):
         raise PipelineError(
-            f"microbatch {slices[0].index}: count returned {whole:g} for its target, but {counts} for the targets of "
+            f"microbatch {slices[0].index}: count returned {total:g} for its target, but {counts} for the targets of "
             "its slices, which is not the same in all; count what the loss of a slice is the mean of, such as tokens"
         )
     return counts
@@ -180,11 +180,11 @@ def apply_scale(scale: Scale, loss: Tensor) -> Tensor:
     scaled: object = scale(loss)
     if isinstance(scaled, Tensor) and scaled.numel() == 1 and scaled.requires_grad == loss.requires_grad:
         return scaled.reshape(())
-    found = f"a {type(scaled).__name__}"
+    text = f"a {type(scaled).__name__}"
     if isinstance(scaled, Tensor):
-        found = f"a tensor of shape {tuple(scaled.shape)} {'with' if scaled.requires_grad else 'without'} a gradient"
+        text = f"a tensor of shape {tuple(scaled.shape)} {'with' if scaled.requires_grad else 'without'} a gradient"
     raise PipelineError(
-        f"scale_loss returned {found} for a loss {'with' if loss.requires_grad else 'without'} one; return the loss "
+        f"scale_loss returned {text} for a loss {'with' if loss.requires_grad else 'without'} one; return the loss "
         "times a number, computed from it without detach() or item()"
     )
 

@@ -44,7 +44,7 @@ class LossName:
 
     name: str
     is_auxiliary: bool
-    """Whether a layer added it, or else the loss function named it."""
+    """Whether a layer added the loss; otherwise the loss function named it."""
     dtype: torch.dtype
 
 
@@ -53,11 +53,11 @@ class LossParts:
     """The losses of one microbatch or slice, as a loss function returned them."""
 
     loss: Tensor
-    """0-dim, with its graph."""
-    named: Mapping[str, Tensor] = field(default_factory=dict)
-    """0-dim, detached; they add up to the loss. Empty where the loss function names none."""
+    """The loss, 0-dim, with its graph."""
+    named_losses: Mapping[str, Tensor] = field(default_factory=dict)
+    """Named losses, 0-dim and detached, which add up to the loss; empty where the loss function names none."""
     reported: Any = None
-    """Without graph."""
+    """The values that the loss function reported, without graph."""
 
 
 def takes_weight(loss: Callable[..., LossValue]) -> bool:
@@ -89,10 +89,12 @@ def read_loss(value: object, microbatch: int, count: float | None = None) -> Los
     reported = detached(output.reported)
     if not isinstance(output.loss, Mapping):
         return LossParts(_divided(scalar_loss(output.loss, microbatch), divisor), reported=reported)
-    named = {name: _divided(scalar_loss(loss, microbatch, name), divisor) for name, loss in output.loss.items()}
-    _require_names(named, microbatch)
-    first, *others = named.values()
-    return LossParts(sum(others, start=first), {name: loss.detach() for name, loss in named.items()}, reported)
+    named_losses = {name: _divided(scalar_loss(loss, microbatch, name), divisor) for name, loss in output.loss.items()}
+    _require_names(named_losses, microbatch)
+    first, *other_losses = named_losses.values()
+    return LossParts(
+        sum(other_losses, start=first), {name: loss.detach() for name, loss in named_losses.items()}, reported
+    )
 
 
 def scalar_loss(loss: object, microbatch: int, name: str | None = None) -> Tensor:
@@ -103,11 +105,11 @@ def scalar_loss(loss: object, microbatch: int, name: str | None = None) -> Tenso
     """
     if isinstance(loss, Tensor) and tuple(loss.shape) in ((), (1,)) and loss.is_floating_point():
         return loss if loss.dim() == 0 else loss.reshape(())
-    found = f"a {type(loss).__name__}"
+    description = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
-        found = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
+        description = f"a tensor of shape {tuple(loss.shape)} and type {str(loss.dtype).removeprefix('torch.')}"
     raise PipelineError(
-        f"microbatch {microbatch}: the loss function returned {found}{'' if name is None else f' as {name!r}'}; "
+        f"microbatch {microbatch}: the loss function returned {description}{'' if name is None else f' as {name!r}'}; "
         "expected a floating-point tensor without dimensions, or of shape [1]. Reduce it with .mean() or .sum(). A "
         "dict of named losses, a pair (sum, weight) and a penstock.LossOutput are taken, too"
     )
@@ -142,11 +144,11 @@ def _checked_weight(weight: object, microbatch: int, count: float | None) -> flo
     return number
 
 
-def _require_names(named: Mapping[str, Tensor], microbatch: int) -> None:
-    if not named or not all(isinstance(name, str) and name for name in named):
+def _require_names(named_losses: Mapping[str, Tensor], microbatch: int) -> None:
+    if not named_losses or not all(isinstance(name, str) and name for name in named_losses):
         raise PipelineError(
-            f"microbatch {microbatch}: the loss function returned a dict of losses with the names {list(named)}; "
-            "expected one or more, each a text that is not empty"
+            f"microbatch {microbatch}: the loss function returned a dict of losses with the names "
+            f"{list(named_losses)}; expected one or more, each a text that is not empty"
         )
 
 

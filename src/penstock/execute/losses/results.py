@@ -17,9 +17,9 @@ class MicrobatchLosses(list[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and not -len(self) <= index < len(self):
-            there = f"there are those of microbatches 0 to {len(self) - 1}" if self else "there are none"
+            choices = f"there are those of microbatches 0 to {len(self) - 1}" if self else "there are none"
             raise PipelineError(
-                f"there is no loss of microbatch {index}: {there}. Only a step with a loss function and a target has "
+                f"there is no loss of microbatch {index}: {choices}. Only a step with a loss function and a target has "
                 "losses, one for each of the schedule's microbatches"
             )
         return super().__getitem__(index)
@@ -29,9 +29,9 @@ class NamedLosses(dict[str, _Loss]):
     """Losses by name."""
 
     def __missing__(self, name: object) -> _Loss:
-        there = f"there are {', '.join(map(repr, self))}" if self else "there are none with a name"
+        choices = f"there are {', '.join(map(repr, self))}" if self else "there are none with a name"
         raise PipelineError(
-            f"there is no loss {name!r}: {there}.{nearest(str(name), self)} Names come from a loss function that "
+            f"there is no loss {name!r}: {choices}.{nearest(str(name), self)} Names come from a loss function that "
             "returns a dict, and from the AuxiliaryLoss of a layer"
         )
 
@@ -65,6 +65,8 @@ def reported_by_microbatch(losses: StepLosses) -> list[Any]:
     """Return what the loss function reported of the microbatches whose losses this rank computed."""
     if not losses.reported:
         return []
-    own = sorted({microbatch for microbatch, _ in losses.computed})
-    rows = [[losses.reported.get((microbatch, index)) for index in range(losses.num_slices)] for microbatch in own]
+    microbatches = sorted({microbatch for microbatch, _ in losses.computed})
+    rows = [
+        [losses.reported.get((microbatch, index)) for index in range(losses.num_slices)] for microbatch in microbatches
+    ]
     return [row[0] if losses.num_slices == 1 else row for row in rows]

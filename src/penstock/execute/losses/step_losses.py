@@ -16,7 +16,7 @@ from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.ignored import IGNORED, CountedTargets, count_ignored, uneven_targets
-from penstock.execute.losses.loss import Loss, LossShares, LossWeights, Measured, Scale, apply_scale
+from penstock.execute.losses.loss import Loss, LossCounts, LossShares, LossWeights, Scale, apply_scale
 from penstock.execute.losses.output import LossName, LossParts, read_loss, takes_weight
 from penstock.execute.values.tree import needing_gradient
 
@@ -29,25 +29,25 @@ class StepLosses:
 
     num_microbatches: int
     num_slices: int
-    """Per microbatch."""
+    """Number of slices of each microbatch."""
     loss: Loss | None = None
     """The loss function; None where no loss is computed."""
     shares: LossShares = NO_SHARES
-    """On the ranks of last stages; empty elsewhere."""
+    """Shares of the loss function's losses, on the ranks of last stages; empty elsewhere."""
     auxiliary_shares: LossShares = NO_SHARES
-    """On every rank, those of losses that layers add."""
+    """Shares of the losses that layers add, on every rank."""
     takes_weight: bool = False
     """Whether the loss function is called with the factor of its loss."""
     weigh_nothing: bool = False
     """Whether all losses of the step weigh nothing, in all replicas."""
     scale: Scale | None = None
-    """Applied where backwards begin."""
+    """Function that scales a loss where its backward begins."""
     examine_target: Callable[[MicrobatchKey, Any], None] | None = None
     """Called with each target of a stream, which nobody has seen when its losses are weighed."""
     computed: dict[MicrobatchKey, Tensor] = field(default_factory=dict)
     """The loss that the loss function returned; filled on the ranks of last stages."""
-    named: dict[LossName, dict[MicrobatchKey, Tensor]] = field(default_factory=dict)
-    """0-dim, in float64: the losses that have a name, of the layers and losses of this rank."""
+    named_losses: dict[LossName, dict[MicrobatchKey, Tensor]] = field(default_factory=dict)
+    """Losses that have a name, of this rank's layers and loss function, 0-dim and in float64."""
     reported: dict[MicrobatchKey, Any] = field(default_factory=dict)
     """The values that the loss function reported; filled on the ranks of last stages."""
 
@@ -63,10 +63,10 @@ class StepLosses:
             self.examine_target(place, target)
         factor = self.shares.factor(*place)
         parts = self._parts(self.loss, place, outputs, target, factor)
-        # Several of torch's means, as mse_loss, keep the memory of all elements, and a loss function may add to what it
-        # has returned.
+        # The loss is copied: several of torch's means, as mse_loss, keep the memory of all elements, and a loss
+        # function may add to what it has returned.
         self.computed[place] = parts.loss.detach().clone()
-        for name, loss in parts.named.items():
+        for name, loss in parts.named_losses.items():
             self.note(LossName(name, False, loss.dtype), place, loss)
         if parts.reported is not None:
             self.reported[place] = parts.reported
@@ -80,11 +80,11 @@ class StepLosses:
         return self.root_of(parts.loss, factor)
 
     def note(self, name: LossName, place: MicrobatchKey, loss: Tensor) -> None:
-        """Remember a loss by its name; of several stages of this rank, the sum."""
-        # float64, so that it matters little which stages share a rank, whose losses are added up here.
-        noted = self.named.setdefault(name, {})
+        """Remember a loss by its name; losses of several stages of this rank are added up."""
+        # They are added in float64, so that it matters little which stages share a rank.
+        losses_by_place = self.named_losses.setdefault(name, {})
         exact = loss.detach().to(torch.float64, copy=True)  # a layer may go on to change it
-        noted[place] = noted[place] + exact if place in noted else exact
+        losses_by_place[place] = losses_by_place[place] + exact if place in losses_by_place else exact
 
     def root_of(self, loss: Tensor, factor: float) -> Tensor | None:
         """Return where the backward of a loss begins: weighted and scaled; None where it weighs nothing.
@@ -101,8 +101,8 @@ class StepLosses:
         return [*self.loss.parameters()] if isinstance(self.loss, nn.Module) else []
 
     def forgetting(self) -> "StepLosses":
-        """Return the same rules with nothing noted: for forwards that run again."""
-        return replace(self, computed={}, named={}, reported={})
+        """Return the same rules without losses, for forwards that run again."""
+        return replace(self, computed={}, named_losses={}, reported={})
 
     def _parts(self, loss: Loss, place: MicrobatchKey, outputs: Any, target: Any, factor: float) -> LossParts:
         try:
@@ -125,48 +125,48 @@ class LossMaker:
         self._scale = scale
         self._is_last = is_last
         self._takes_weight = loss is not None and takes_weight(loss)
-        self._measured: tuple[Measured, Measured] | None = None
-        """Of the batch that was weighed last, by rows and by what its losses are weighed by."""
+        self._last_counts: tuple[LossCounts, LossCounts] | None = None
+        """Counts of the batch that was weighed last: its rows, and what its losses are weighed by."""
         is_by_rows = weights.reduction == "mean" and weights.count is None
         self._may_ignore = loss is not None and is_last and is_by_rows
-        """Whether the loss function may leave out targets of a batch; until one has been warned of."""
+        """Whether the loss function may leave out targets of a batch; False once a batch has been warned of."""
         self._first_streamed: tuple[MicrobatchKey, list[float]] | None = None
-        """Of a step on a stream, the first microbatch or slice with its shares of ignored targets."""
+        """The first microbatch or slice of a step on a stream, with its shares of ignored targets."""
 
     def weigh(self, batch: Batch, agreed: AgreedStep) -> BatchWeight:
-        """Return what a batch weighs against those of the other replicas. Raises: PipelineError, as `count` does."""
-        rows, own = self._measured = self._measure(batch, agreed)
-        return BatchWeight(sum(rows.wholes), sum(own.wholes), len(rows.wholes))
+        """Return the weight of a batch among those of all replicas. Raises: PipelineError, as `count` does."""
+        rows, counts = self._last_counts = self._measure(batch, agreed)
+        return BatchWeight(sum(rows.microbatches), sum(counts.microbatches), len(rows.microbatches))
 
     def of(self, batch: Batch, agreed: AgreedStep) -> StepLosses:
         """Return the losses of a step, which are still to be computed. Raises: PipelineError, as `count` does."""
-        (rows, own), self._measured = self._measured or self._measure(batch, agreed), None
-        of_job = of_rows = None
+        (rows, counts), self._last_counts = self._last_counts or self._measure(batch, agreed), None
+        counts_of_job = rows_of_job = None
         if (job := agreed.weight) is not None:
-            of_job = job.count, job.num_microbatches
-            of_rows = job.rows, job.num_microbatches
+            counts_of_job = job.count, job.num_microbatches
+            rows_of_job = job.rows, job.num_microbatches
         loss = self._loss if agreed.is_training or batch.has_target else None
         weights = self._weights
         self._first_streamed = None
-        shares = NO_SHARES if loss is None or not self._is_last else weights.shares_of(own, of_job)
+        shares = NO_SHARES if loss is None or not self._is_last else weights.shares_of(counts, counts_of_job)
         return StepLosses(
             len(batch.slices),
             len(batch.slices[0]),
             loss,
             shares,
-            weights.of_rows.shares_of(rows, of_rows),
+            weights.of_rows.shares_of(rows, rows_of_job),
             takes_weight=self._takes_weight,
             weigh_nothing=not any(shares.weights) and (job is None or not job.count),
             scale=self._scale,
             examine_target=self._examine_streamed if self._may_ignore and batch.reader is not None else None,
         )
 
-    def _measure(self, batch: Batch, agreed: AgreedStep) -> tuple[Measured, Measured]:
+    def _measure(self, batch: Batch, agreed: AgreedStep) -> tuple[LossCounts, LossCounts]:
         rows = self._weights.of_rows.measure(batch.microbatches, batch.slices)
         # The other ranks may have no target to count.
         is_counting = self._is_last and self._loss is not None and (agreed.is_training or batch.has_target)
         if is_counting and self._may_ignore and self._weights.counted is None:
-            self._warn_of_ignored([each.target for each in batch.microbatches])
+            self._warn_of_ignored([microbatch.target for microbatch in batch.microbatches])
         return rows, self._weights.measure(batch.microbatches, batch.slices) if is_counting else rows
 
     def _warn_of_ignored(self, targets: Sequence[Any]) -> None:
@@ -189,17 +189,14 @@ class LossMaker:
         if shares == first_shares or not self._may_ignore:
             return
         self._may_ignore = False
-        where, first_where = (f"microbatch {each[0]}, slice {each[1]}" for each in (place, first_place))
-        uneven = f"another share of the targets is {counted.ignored}"
-        reason = "If the loss leaves such targets out"
+        place_text, first_text = (f"microbatch {key[0]}, slice {key[1]}" for key in (place, first_place))
+        difference, reason = f"another share of the targets is {counted.ignored}", "If the loss leaves such targets out"
         if counted.class_weights is not None:
-            uneven, reason = (
-                "the targets are of classes that weigh otherwise",
-                "Since the loss divides by these weights",
-            )
+            difference = "the targets are of classes that weigh otherwise"
+            reason = "Since the loss divides by these weights"
         warn(
-            f"in {where} of a stream {uneven} than in {first_where}, but both weigh by their rows. {reason}, that of "
-            "the batch is not what it is in one piece. "
-            "Pass the batch whole (as PreSplit), where F.cross_entropy and nn.CrossEntropyLoss weigh by the other "
-            "targets and another loss takes count=..., or use reduction='sum'"
+            f"in {place_text} of a stream {difference} than in {first_text}, but both weigh by their rows. {reason}, "
+            "that of the batch is not what it is in one piece. Pass the batch whole (as PreSplit), where "
+            "F.cross_entropy and nn.CrossEntropyLoss weigh by the other targets and another loss takes count=..., or "
+            "use reduction='sum'"
         )
