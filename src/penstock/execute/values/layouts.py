@@ -27,8 +27,8 @@ Scalar = bool | int | float | str
 
 _CODES: dict[type, str] = {bool: "?", int: "q", float: "d"}
 _LIMIT = 2**63
-_DTYPES = {str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)}
-"""By the names under which they travel."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""Types of elements, by the names under which they travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TensorInfo:
     dtype: torch.dtype
     requires_grad: bool
     order: Order = field(default=(), compare=False)
-    """Of its dimensions in memory; empty where it is that of `shape`. A sender brings a tensor into the agreed one."""
+    """Order of the dimensions in memory; empty where it is that of `shape`. A sender brings a tensor into it."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorInfo":
@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def only_tensor(self) -> TensorInfo | None:
-        """Of a tree that is one tensor."""
+        """The tensor of a tree that is one tensor; None of other trees."""
         return self.tensors[0] if self.spec == LEAF and self.tensors else None
 
     @cached_property
@@ -85,7 +85,7 @@ class Layout:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The indices of the leaves that may have other values in each message."""
+        """Indices of the leaves that may have other values in each message."""
         return tuple(index for index, leaf in enumerate(self.leaves) if is_number(leaf))
 
     @cached_property
@@ -98,14 +98,14 @@ class Layout:
 
     def written_numbers(self, leaves: Sequence[Any]) -> Tensor:
         """Return the numbers among a tree's leaves as a tensor of bytes."""
-        written = self._format_of_numbers.pack(*(leaves[index] for index in self.numbers))
-        return torch.frombuffer(bytearray(written), dtype=torch.uint8)
+        packed = self._format_of_numbers.pack(*(leaves[index] for index in self.numbers))
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
-    def with_numbers(self, written: Tensor) -> "Layout":
-        """Return the same with the numbers that `written_numbers` wrote."""
-        numbers = self._format_of_numbers.unpack(written.cpu().numpy().tobytes())
-        found = dict(zip(self.numbers, numbers, strict=True))
-        return Layout(self.spec, tuple(found.get(index, leaf) for index, leaf in enumerate(self.leaves)))
+    def with_numbers(self, packed: Tensor) -> "Layout":
+        """Return the layout with the numbers that `written_numbers` has packed."""
+        numbers = self._format_of_numbers.unpack(packed.cpu().numpy().tobytes())
+        number_by_index = dict(zip(self.numbers, numbers, strict=True))
+        return Layout(self.spec, tuple(number_by_index.get(index, leaf) for index, leaf in enumerate(self.leaves)))
 
     @property
     def num_bytes(self) -> int:
@@ -301,7 +301,7 @@ def is_number(leaf: object) -> bool:
 def is_alike(layout: Layout, agreed: Layout) -> bool:
     """Whether a tree fits what was agreed on: all but the values of numbers, NaN among them, is equal.
 
-    Of what cannot travel, and so stays on its rank, only the class counts.
+    A value that cannot travel, and so stays on its rank, counts by its class alone.
     """
     if layout.spec != agreed.spec:
         return False

@@ -112,21 +112,21 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def as_shard(rows: Tensor, mesh: DeviceMesh, shape: torch.Size, strides: Sequence[int]) -> Tensor:
     """Return the DTensor of which this rank has these rows, `Shard(0)`, or the whole of a scalar, in their memory."""
-    of_torch = import_module(_DTENSORS)
-    placement = of_torch.Shard(0) if shape else of_torch.Replicate()
-    made: Tensor = of_torch.DTensor.from_local(
+    dtensors = import_module(_DTENSORS)
+    placement = dtensors.Shard(0) if shape else dtensors.Replicate()
+    dtensor: Tensor = dtensors.DTensor.from_local(
         rows, mesh, [placement], run_check=False, shape=shape, stride=tuple(strides)
     )
-    return made
+    return dtensor
 
 
-def part_like(whole: Tensor, part: Tensor) -> Tensor:
-    """Return a DTensor of which this rank has `part`, and which lies as the DTensor `whole` does."""
-    spread: Any = whole
-    made: Tensor = type(whole).from_local(  # type: ignore[attr-defined]
+def part_like(reference: Tensor, part: Tensor) -> Tensor:
+    """Return a DTensor of which this rank has `part`, and which lies as the DTensor `reference` does."""
+    spread: Any = reference
+    dtensor: Tensor = type(reference).from_local(  # type: ignore[attr-defined]
         part, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
     )
-    return made
+    return dtensor
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -141,16 +141,16 @@ def in_own_memory(gradient: Tensor) -> Tensor:
     return gradient if is_alone else gradient.clone()
 
 
-def in_pieces(items: Iterable[T], bytes_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+def in_pieces(items: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
     """Put consecutive items together while they have at most so many bytes; one that has more is by itself."""
     piece: list[T] = []
     num_bytes = 0
     for item in items:
-        own = bytes_of(item)
-        if piece and num_bytes + own > most:
+        item_bytes = bytes_of(item)
+        if piece and num_bytes + item_bytes > max_bytes:
             yield piece
             piece, num_bytes = [], 0
         piece.append(item)
-        num_bytes += own
+        num_bytes += item_bytes
     if piece:
         yield piece

@@ -214,10 +214,10 @@ def _constants_of(value: Any, entries: dict[Name, Any]) -> dict[str, Any]:
     if not hasattr(value, "__dict__"):
         return {}
     container = type(value)
-    made = vars(_constructed(container, entries))
-    found = {name: item for name, item in vars(value).items() if isinstance(item, CONSTANTS) and name not in entries}
-    cached = {name for name in found if isinstance(getattr(container, name, None), cached_property)}
-    return {name: item for name, item in found.items() if name not in cached and made.get(name, _MISSING) != item}
+    new_items = vars(_constructed(container, entries))
+    items = {name: item for name, item in vars(value).items() if isinstance(item, CONSTANTS) and name not in entries}
+    cached = {name for name in items if isinstance(getattr(container, name, None), cached_property)}
+    return {name: item for name, item in items.items() if name not in cached and new_items.get(name, _MISSING) != item}
 
 
 def _is_constant(leaf: Any) -> bool:
@@ -291,18 +291,18 @@ def _derived_fields(value: Any) -> frozenset[Name]:
         return frozenset()
     arguments = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
     try:
-        made = container(**arguments)
+        instance = container(**arguments)
     except Exception:  # a class that refuses the fields of a microbatch too says so when it is built
         return frozenset()
-    return frozenset(name for name in names if getattr(made, name, _MISSING) == getattr(value, name))
+    return frozenset(name for name in names if getattr(instance, name, _MISSING) == getattr(value, name))
 
 
 def _build_dataclass(container: Any, names: Sequence[Any], values: Sequence[Any], derived: frozenset[Name]) -> Any:
-    named = dict(zip(names, values, strict=True))
-    arguments = {item.name: named[item.name] for item in fields(container) if item.init}
+    value_by_name = dict(zip(names, values, strict=True))
+    arguments = {item.name: value_by_name[item.name] for item in fields(container) if item.init}
     is_constructed = _takes_fields(container)
     instance = _constructed(container, **arguments) if is_constructed else object.__new__(container)
-    for name, value in named.items():
+    for name, value in value_by_name.items():
         # `__post_init__` may have changed a value once more, as by a scale. A number that it counts anew is right.
         is_new = is_constructed and name in derived and isinstance(value, CONSTANTS)
         if not is_new and getattr(instance, name, _MISSING) is not value:

@@ -34,7 +34,7 @@ class VersionGuard:
 
     @property
     def is_changed(self) -> bool:
-        """Whether a tensor has been changed in place since."""
+        """Whether a tensor has been changed in place since it was put here."""
         return _versions(self.value) != self.versions
 
     def checked(self, where: str) -> Any:
