@@ -33,12 +33,12 @@ def has_queue(tensor: Tensor) -> bool:
 
 def accelerator_type() -> str | None:
     """Return the kind of accelerator that this torch is built for, such as "cuda"; without starting it."""
-    found = torch.accelerator.current_accelerator()
-    return None if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
 
 
 def num_accelerators() -> int:
-    """Count those that this process may use; without starting them."""
+    """Count the accelerators that this process may use, without starting them."""
     return torch.accelerator.device_count()
 
 
@@ -63,18 +63,18 @@ def require_available(device: torch.device, key: str) -> torch.device:
     if device.type == kind and index < count:
         return device
     if device.type != kind:
-        found = f"this torch {'computes on CPUs alone' if kind is None else f'is built for {kind!r}'}"
+        obstacle = f"this torch {'computes on CPUs alone' if kind is None else f'is built for {kind!r}'}"
     else:
-        found = f"this process sees {count} of this kind" if count else "this process sees none of this kind"
+        obstacle = f"this process sees {count} of this kind" if count else "this process sees none of this kind"
     choices = ["'cpu'"] + ([f"'{kind}:{place}'" for place in range(count)] if kind else [])
-    raise ConfigError(f"there is no device {str(device)!r}: {found}. Choose {' or '.join(choices)}", key=key)
+    raise ConfigError(f"there is no device {str(device)!r}: {obstacle}. Choose {' or '.join(choices)}", key=key)
 
 
 # ---- events and streams
 
 
 def make_event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """Return an event that can be recorded behind what a device was given; `timing`: one that says when.
+    """Return an event that can be recorded behind a device's queued work; with `timing`, it also tells the time.
 
     Raises:
         RuntimeError: the device has no such events.
@@ -121,21 +121,21 @@ class AllocatorBytes(NamedTuple):
 
 
 def allocator_bytes(device: torch.device, *, peak: bool = False) -> AllocatorBytes | None:
-    """Return them now, or the most since `reset_peak`; None of the CPU and of a device that does not count them."""
+    """Return a device's bytes, now or the most since `reset_peak`; None of the CPU and of devices that do not count."""
     if not is_queued(device):
         return None
-    ask = torch.accelerator
+    accelerator = torch.accelerator
     try:
         if peak:
-            return AllocatorBytes(ask.max_memory_allocated(device), ask.max_memory_reserved(device))
-        return AllocatorBytes(ask.memory_allocated(device), ask.memory_reserved(device))
+            return AllocatorBytes(accelerator.max_memory_allocated(device), accelerator.max_memory_reserved(device))
+        return AllocatorBytes(accelerator.memory_allocated(device), accelerator.memory_reserved(device))
     except RuntimeError as error:
         _say_once(device.type, "bytes of its allocator", str(error))
         return None
 
 
 def reset_peak(device: torch.device) -> None:
-    """Count the most from now on."""
+    """Begin anew to count the most bytes of a device."""
     if allocator_bytes(device) is not None:
         torch.accelerator.reset_peak_memory_stats(device)
 
@@ -147,15 +147,15 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     """Return the generator that layers on an accelerator draw from; None where torch does not show it."""
     torch.empty(0, device=device)  # the accelerator begins here at the latest, and with it there are generators
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    found = getattr(torch.get_device_module(device), "default_generators", None)
-    if found is None:
+    generators = getattr(torch.get_device_module(device), "default_generators", None)
+    if generators is None:
         _say_once(device.type, "generators of random numbers", "seeds and checkpoints leave them out")
         return None
-    generator: torch.Generator = found[index]
+    generator: torch.Generator = generators[index]
     return generator
 
 
-# ---- what it is
+# ---- facts of a device
 
 
 def name_of(device: torch.device) -> str:
@@ -189,5 +189,5 @@ def queued_backend(device_type: str) -> str | None:
 
 
 @cache
-def _say_once(kind: str, what: str, why: str) -> None:
-    LOG.warning("devices of kind %r have no %s: %s", kind, what, why)
+def _say_once(kind: str, feature: str, reason: str) -> None:
+    LOG.warning("devices of kind %r have no %s: %s", kind, feature, reason)

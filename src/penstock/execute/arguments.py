@@ -17,7 +17,7 @@ from penstock.ir.schedule import Schedule
 
 PROCESS_GROUP = "process_group"
 GROUP = "group"
-"""Both a process group, as everywhere in torch, and an option of some families: how many microbatches make a group."""
+"""Means a process group, as everywhere in torch, or an option of some families: how many microbatches make a group."""
 
 
 def layer_list(layers: Any) -> list[Any]:
@@ -32,8 +32,8 @@ def layer_list(layers: Any) -> list[Any]:
             "or callables that build one",
             key="layers",
         )
-    found = list(layers)
-    for number, layer in enumerate(found):
+    items = list(layers)
+    for number, layer in enumerate(items):
         problem = _why_no_layer(layer)
         if problem:
             raise ConfigError(
@@ -41,7 +41,7 @@ def layer_list(layers: Any) -> list[Any]:
                 "arguments; a function that computes goes into the forward of a module",
                 key="layers",
             )
-    return found
+    return items
 
 
 def require_slices(schedule: Schedule | Program, num_slices: int | None) -> None:
@@ -112,11 +112,11 @@ def require_device(device: Any) -> None:
         ConfigError: it is not; with what torch says of it.
     """
     try:
-        known = torch.device("cpu" if device is None else device)
+        torch_device = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{described(device)} is no device of torch: {reason}", key="device") from error
-    require_available(known, "device")
+    require_available(torch_device, "device")
 
 
 def describe_function(function: Any) -> str:
@@ -130,7 +130,7 @@ def is_whole_number(value: Any, least: int) -> bool:
 
 
 LONGEST_TIME_S = 1_000_000
-"""The system counts milliseconds in 32 bits."""
+"""The longest time in seconds: the system counts milliseconds in 32 bits."""
 TIME_RULE = f"a number of seconds larger than 0, at most {LONGEST_TIME_S:,}"
 
 
@@ -155,11 +155,11 @@ def take_process_group(
         group = None
     if process_group is not None and group is not None:
         raise ConfigError("two process groups are given, as process_group and as group; pass one", key=PROCESS_GROUP)
-    key, found = (PROCESS_GROUP, process_group) if group is None else (GROUP, group)
-    if found is None or (dist.is_available() and isinstance(found, dist.ProcessGroup)):
-        return found
+    key, value = (PROCESS_GROUP, process_group) if group is None else (GROUP, group)
+    if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+        return value
     raise ConfigError(
-        f"{described(found)}; expected a process group of torch.distributed"
+        f"{described(value)}; expected a process group of torch.distributed"
         f"{'' if key == PROCESS_GROUP else '. As a number it is an option of some families of schedules'}",
         key=key,
     )
@@ -227,7 +227,7 @@ def _missing_arguments(build: Callable[..., Any]) -> str:
     except (TypeError, ValueError):
         return ""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    missing = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+    missing = [param.name for param in parameters if param.default is param.empty and param.kind not in variadic]
     return ", ".join(missing)
 
 

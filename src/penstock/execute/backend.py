@@ -26,18 +26,18 @@ Backend = Callable[..., Any]
 
 
 def find_backend(name: bool | str) -> Backend | str:
-    """Return what `compile=` names, for torch.compile; True is "penstock".
+    """Return the backend that `compile=` names, for torch.compile; True is "penstock".
 
     Raises:
         ConfigError: neither Penstock nor torch knows the name.
     """
     if name in _BACKENDS:
         return _BACKENDS[name]
-    if name not in torch.compiler.list_backends(None):  # those for debugging among them
-        known = sorted({*torch.compiler.list_backends(), "aot_eager", "inductor", "penstock"})
+    if name not in torch.compiler.list_backends(None):  # None: with the backends for debugging
+        names = sorted({*torch.compiler.list_backends(), "aot_eager", "inductor", "penstock"})
         raise ConfigError(
-            f"torch.compile has no backend {name!r}.{nearest(str(name), known)} Expected true, false or one of "
-            f"{', '.join(known)}",
+            f"torch.compile has no backend {name!r}.{nearest(str(name), names)} Expected true, false or one of "
+            f"{', '.join(names)}",
             key="compile",
         )
     return str(name)
@@ -49,17 +49,17 @@ def penstock(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-    **others: Any,
+    **unused: Any,
 ) -> Any:
     """Compile a graph by Inductor where nothing keeps it from that, else as "aot_eager" does."""
-    devices = sorted({each.device.type for each in inputs if isinstance(each, Tensor)})
+    devices = sorted({value.device.type for value in inputs if isinstance(value, Tensor)})
     if not all(map(_has_inductor, devices)):
         return aot_eager(graph, inputs)
     settings = {**(options_of_mode(mode) if mode else {}), **(options or {})}
     return compile_inductor(graph, inputs, _splitting(partial(compile_kernels, options=settings)), settings)
 
 
-def aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> Any:
+def aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], **unused: Any) -> Any:
     """Compile a graph as "aot_eager" does."""
     compile_one = _splitting(traced_code)
     return compile_aot_eager(graph, inputs, compile_one, partial(compile_one, is_backward=True))
@@ -74,17 +74,17 @@ _BACKENDS: Mapping[bool | str, Backend] = {
 
 
 def _splitting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what compiles the forward of one graph, then its backward so that it can be run in two parts."""
+    """Return a function that compiles a graph's forward, then its backward so that it can be run in two parts."""
     is_tensor: list[bool] = []
 
     def compile_one(module: fx.GraphModule, examples: Sequence[Any], **arguments: Any) -> Any:
-        whole = partial(compile_graph, **arguments)
+        compile_whole = partial(compile_graph, **arguments)
         if arguments.get("is_backward"):
-            # Which inputs never move is said by their place in the whole graph.
-            half = partial(compile_graph, **arguments | {"static_input_idxs": ()})
-            return BlockBackward(module, examples, is_tensor, whole, half).function()
-        is_tensor[:] = [isinstance(each, Tensor) for each in examples]
-        return whole(module, examples)
+            # `static_input_idxs` are places in the whole graph, so they would mean other inputs in a half.
+            compile_half = partial(compile_graph, **arguments | {"static_input_idxs": ()})
+            return BlockBackward(module, examples, is_tensor, compile_whole, compile_half).function()
+        is_tensor[:] = [isinstance(value, Tensor) for value in examples]
+        return compile_whole(module, examples)
 
     return compile_one
 

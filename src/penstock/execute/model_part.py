@@ -65,7 +65,7 @@ class ModelPart:
 
     @property
     def owner_names(self) -> Mapping[str, str]:
-        """Of `copied_names`: the name that each belongs to, by which another rank may hold it."""
+        """The name that each of `copied_names` belongs to, by which another rank may hold it."""
         return self._assembly.owner_names
 
     def train(self, mode: bool = True) -> Self:
@@ -92,17 +92,17 @@ class ModelPart:
             PipelineError: copies of a tied parameter have drifted apart.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
-        own = own_state(self.stages)
+        local_state = own_state(self.stages)
         if on_rank is None:
-            return own
+            return local_state
         self._agree(on_rank=on_rank)
         self.require_equal_copies()
         places = self._control.places
         if places.data is not None and places.replica > 0:
-            send_rows(own, places.data)
+            send_rows(local_state, places.data)
             return {}
-        everyone = entries_of_ranks(self._transport, own)
-        return gather_state(self._transport, WholeState(own, places.data), everyone, on_rank, self.device)
+        rank_entries = entries_of_ranks(self._transport, local_state)
+        return gather_state(self._transport, WholeState(local_state, places.data), rank_entries, on_rank, self.device)
 
     @collective
     def load_state_dict(
@@ -122,24 +122,24 @@ class ModelPart:
         transport, rank, places = self._transport, self._transport.rank, self._control.places
         self._agree(from_rank=from_rank, strict=strict)
         has_state = from_rank is None or (places.replica, rank) == (0, from_rank)
-        own = own_state(self.stages)
-        everyone = entries_of_ranks(transport, own)
-        known = [entry for theirs in everyone for entry in theirs]
+        local_state = own_state(self.stages)
+        rank_entries = entries_of_ranks(transport, local_state)
+        all_entries = [entry for entries in rank_entries for entry in entries]
 
         def check() -> None:
             if has_state:
-                wanted = known if rank == from_rank else everyone[rank]
-                require_fitting(state_dict, wanted, known, is_strict=strict)
+                expected_entries = all_entries if rank == from_rank else rank_entries[rank]
+                require_fitting(state_dict, expected_entries, all_entries, is_strict=strict)
 
         self._control.together(check)
         part = state_dict or {}
         if from_rank is not None:
-            part = scatter_state(transport, part, everyone, from_rank, self.device) if places.replica == 0 else {}
+            part = scatter_state(transport, part, rank_entries, from_rank, self.device) if places.replica == 0 else {}
         if self._is_sharded:
-            part = deal_out(self._control, own, part)
+            part = deal_out(self._control, local_state, part)
         self._control.together(lambda: load_own(self.stages, part))
         if places.data is not None:
-            share_all(places.data, [each for each in held_tensors(self.stages) if not is_dtensor(each)])
+            share_all(places.data, [tensor for tensor in held_tensors(self.stages) if not is_dtensor(tensor)])
         for copy in self._assembly.tied_copies.values():
             copy.share_values(transport)
 
@@ -159,9 +159,9 @@ class ModelPart:
         """
         self._agree(max_norm=max_norm, norm_type=norm_type)
         attribute = self._gradient_attribute
-        named = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
+        named_gradients = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
         norm = clip_gradients(
-            named,
+            named_gradients,
             self._control.within.all_gather_object,
             max_norm,
             norm_type=norm_type,
@@ -186,23 +186,22 @@ class ModelPart:
             PeerLost, DeadlineExceeded: a rank does not come.
         """
         places = self._control.places
-        everyone = self._control.together(lambda: copy_digests(self._assembly.tied_copies))
-        for replica in range(
-            places.num_replicas
-        ):  # each for itself: with shards, those of replicas are different parts
+        digests_by_rank = self._control.together(lambda: copy_digests(self._assembly.tied_copies))
+        # Replicas are compared one by one: with shards, they hold different parts.
+        for replica in range(places.num_replicas):
             ranks = places.replica_of(replica)
-            require_equal_digests([everyone[rank] for rank in ranks], self._control.names.select(ranks))
+            require_equal_digests([digests_by_rank[rank] for rank in ranks], self._control.names.select(ranks))
 
-    def _agree(self, **given: Any) -> None:
+    def _agree(self, **arguments: Any) -> None:
         """Refuse arguments that are wrong, or not the same, on any rank, on all of them at once."""
 
         def check() -> SetupReport:
-            for key, value in given.items():
+            for key, value in arguments.items():
                 if key in ("on_rank", "from_rank") and value is not None:
                     self._require_rank(key, value)
                 if key in ("max_norm", "norm_type") and not (isinstance(value, int | float) and value > 0):
                     raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
-            return {key: str(value) for key, value in given.items()}
+            return {key: str(value) for key, value in arguments.items()}
 
         require_equal(self._control.together(check), self._control.names)
 

@@ -30,8 +30,8 @@ def version_of(tensor: Tensor) -> int:
 
 def num_holders(tensor: Tensor) -> int:
     """Count who holds the memory of a tensor: 1 where it does alone, without views or tensors that took it over."""
-    held: int = _NUM_HOLDERS(tensor.untyped_storage()._cdata)
-    return held - 1  # the storage of this call holds it too
+    num_references: int = _NUM_HOLDERS(tensor.untyped_storage()._cdata)
+    return num_references - 1  # the storage of this call holds it too
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -66,7 +66,7 @@ LOOKUPS = frozenset(
 """Kinds that pick by numbers, to which no edge leads."""
 HOOKED_MODULE = "BackwardHookFunctionBackward"
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
-"""Of `checkpoint(use_reentrant=True)`, which runs a backward of its own."""
+"""Kind of the node of `checkpoint(use_reentrant=True)`, which runs a backward of its own."""
 _UNSIGNED = 2**64
 _REPEATS = "penstock_repeats"
 _CHECKPOINTED: Any = getattr(torch.utils.checkpoint, "_Holder", ())
@@ -146,7 +146,7 @@ def saved_before_run(node: Node, name: str) -> Tensor:
 
 
 class _ReadTwice(dict[Any, Any]):
-    """By backward, under which handle checkpointing finds a tensor; None takes it away, the second time."""
+    """Handles under which checkpointing finds a tensor, by backward; only the second None takes one away."""
 
     _is_read = False
 
@@ -173,16 +173,16 @@ def repeats(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
 
 def is_any_saved_elsewhere(node: Node) -> bool:
     """Whether any of the tensors that a node saved is kept by others, who may be asked for it only once."""
-    found = [each for name in _raw_names(type(node)) for each in _listed(getattr(node, name))]
-    return any(_is_brought_once(each) for each in found if each is not None)
+    raw_tensors = [raw for name in _raw_names(type(node)) for raw in _listed(getattr(node, name))]
+    return any(_is_brought_once(raw) for raw in raw_tensors if raw is not None)
 
 
-def _is_brought_once(saved: Any) -> bool:
-    return saved.unpack_hook is not None and not hasattr(saved.unpack_hook, _REPEATS)
+def _is_brought_once(raw: Any) -> bool:
+    return raw.unpack_hook is not None and not hasattr(raw.unpack_hook, _REPEATS)
 
 
-def _listed(found: Any) -> Sequence[Any]:
-    return found if isinstance(found, Sequence) else (found,)
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, Sequence) else (value,)
 
 
 @cache
@@ -199,9 +199,9 @@ class Metadata(NamedTuple):
 
 
 def metadata_at(edge: GradientEdge) -> Metadata:
-    """Return it for one edge."""
-    found = cast(Any, edge.node)._input_metadata[edge.output_nr]
-    return Metadata(torch.Size(found.shape), found.dtype, found.device)
+    """Return the shape and type of the gradient that arrives at an edge."""
+    metadata = cast(Any, edge.node)._input_metadata[edge.output_nr]
+    return Metadata(torch.Size(metadata.shape), metadata.dtype, metadata.device)
 
 
 def num_outputs(node: Node) -> int:
@@ -218,7 +218,7 @@ def order_of(node: Node) -> int:
 def saved_tensors(node: Node) -> list[Tensor]:
     """Return all tensors that a node has saved; none of them may be hooked."""
     names = ["saved_tensors"] if is_function(node) else [name.removeprefix("_raw") for name in _raw_names(type(node))]
-    return [each for name in names for each in _listed(getattr(node, name)) if isinstance(each, Tensor)]
+    return [value for name in names for value in _listed(getattr(node, name)) if isinstance(value, Tensor)]
 
 
 def run_node(node: Any, gradients: Sequence[Tensor | None], places: Sequence[int]) -> list[Tensor | None]:
@@ -226,9 +226,9 @@ def run_node(node: Any, gradients: Sequence[Tensor | None], places: Sequence[int
 
     Its hooks are not run, and it keeps what it has saved. A gradient of a function in Python must not be missing.
     """
-    found = node.apply(*gradients) if is_function(node) else node(*gradients)
-    listed = list(found) if isinstance(found, tuple | list) else [found]
-    return [listed[at] for at in (arguments_of(node, places) if is_function(node) else places)]
+    results = node.apply(*gradients) if is_function(node) else node(*gradients)
+    gradients_of_edges = list(results) if isinstance(results, tuple | list) else [results]
+    return [gradients_of_edges[at] for at in (arguments_of(node, places) if is_function(node) else places)]
 
 
 # ---- functions that are written in Python: the node is the ctx that their backward gets
@@ -251,7 +251,7 @@ def backward_of(function: Any) -> Callable[..., Any]:
 
 
 def runs_once(function: Any) -> bool:
-    """Whether its backward frees what it was given, so that it cannot run for a second part."""
+    """Whether a function's backward frees what it was given, so that it cannot run for a second part."""
     return getattr(function, "boxed_grads_call", False) or getattr(function, "clear_saved_tensors_on_access", False)
 
 
@@ -259,23 +259,23 @@ def arguments_of(node: Any, places: Sequence[int]) -> list[int]:
     """Return which arguments of the forward some next functions belong to, each of one that needs a gradient."""
     needed = iter([number for number, needs_gradient in enumerate(node.needs_input_grad) if needs_gradient])
     by_place = [None if following is None else next(needed) for following, _ in node.next_functions]
-    return [found for place in places if (found := by_place[place]) is not None]
+    return [argument for place in places if (argument := by_place[place]) is not None]
 
 
 def run_instead(node: Any, run: Callable[..., Any] | None) -> Callable[..., Any]:
     """Have a backward call `run` with the gradients, in place of what is returned; None undoes it."""
     node.__dict__.pop("apply", None)
-    before: Callable[..., Any] = node.apply
+    original_apply: Callable[..., Any] = node.apply
     if run is not None:
         node.apply = run
-    return before
+    return original_apply
 
 
 # ---- the backwards of single operations
 
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
-"""Of a convolution: stride, padding, dilation, whether it is transposed, output padding and groups."""
+"""Stride, padding and dilation of a convolution, whether it is transposed, its output padding and groups."""
 
 
 def convolution_backward(
@@ -290,16 +290,16 @@ def convolution_backward(
 
     `bias_sizes` is [0] without a bias, as autograd has it. torch may return the gradient of a kernel unasked.
     """
-    found = torch.ops.aten.convolution_backward(gradient, activations, kernel, bias_sizes, *geometry, needs)
-    return [each if is_needed else None for each, is_needed in zip(found, needs, strict=True)]
+    gradients = torch.ops.aten.convolution_backward(gradient, activations, kernel, bias_sizes, *geometry, needs)
+    return [result if is_needed else None for result, is_needed in zip(gradients, needs, strict=True)]
 
 
 def embedding_backward(
     gradient: Tensor, rows: Tensor, num_rows: int, padding: int, scales_by_frequency: bool, is_sparse: bool
 ) -> Tensor:
     """Return the gradient of a table of which `rows` were looked up; a padding of -1 is none."""
-    found: Tensor = torch.ops.aten.embedding_backward(gradient, rows, num_rows, padding, scales_by_frequency, is_sparse)
-    return found
+    table: Tensor = torch.ops.aten.embedding_backward(gradient, rows, num_rows, padding, scales_by_frequency, is_sparse)
+    return table
 
 
 # ---- operations by their names

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 _REGISTERED = attrgetter("_plugins")
-"""Of `dist.Backend`: what makes a backend, by its name, where it is not part of torch."""
+"""Makers of backends that are not part of torch, by name: an attribute of `dist.Backend`."""
 _BACKEND_OPTIONS = attrgetter("distributed_c10d._DistributedBackendOptions")(dist)
 """Options of a backend that was registered with `extended_api`."""
 _GATHER, _SCATTERED_SUM = attrgetter("_allgather_base"), attrgetter("_reduce_scatter_base")
@@ -36,14 +36,14 @@ def sum_in_place(backend: Backend, tensor: Tensor) -> dist.Work:
     return backend.allreduce([tensor])
 
 
-def gather_into(backend: Backend, whole: Tensor, part: Tensor) -> dist.Work:
+def gather_into(backend: Backend, gathered: Tensor, part: Tensor) -> dist.Work:
     """Gather the parts of all ranks, one behind the other."""
-    return cast(dist.Work, _GATHER(backend)(whole, part))
+    return cast(dist.Work, _GATHER(backend)(gathered, part))
 
 
-def sum_into(backend: Backend, part: Tensor, whole: Tensor) -> dist.Work:
+def sum_into(backend: Backend, part: Tensor, summands: Tensor) -> dist.Work:
     """Sum a tensor over all ranks, of which each gets its part."""
-    return cast(dist.Work, _SCATTERED_SUM(backend)(part, whole))
+    return cast(dist.Work, _SCATTERED_SUM(backend)(part, summands))
 
 
 def end_group(backend: Backend) -> None:
@@ -54,7 +54,7 @@ def end_group(backend: Backend) -> None:
     """
     end = getattr(backend, "_group_end", None)
     if end is not None:
-        with suppress(RuntimeError):  # of the call that has raised already, or since no group is open
+        with suppress(RuntimeError):  # the call's error, which it has raised already, or that no group is open
             end()
 
 
@@ -69,7 +69,7 @@ def gloo(store: dist.Store, rank: int, num_ranks: int, deadline_s: float) -> Bac
 
 
 def device_backend(device: torch.device, store: dist.Store, rank: int, num_ranks: int, limit: timedelta) -> Backend:
-    """Connect them by the backend of their devices.
+    """Connect the ranks that call this with one store by the backend of their devices.
 
     With NCCL's, `Work.wait` blocks the host, at most for `limit`. An abort waits until all that NCCL runs on the device
     has ended, that of other backends too: abort all at once.
@@ -101,20 +101,20 @@ def _without_watchdog() -> Iterator[None]:
     That is a thread that looks at messages too. Where one has failed, since a peer has given up its step, it holds the
     backend up for a minute and then ends the process; and a monitor ends those of all ranks some minutes later.
     """
-    before = os.environ.get(_BLOCKING_WAIT)
+    previous_value = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous_value is None:
             del os.environ[_BLOCKING_WAIT]
         else:
-            os.environ[_BLOCKING_WAIT] = before
+            os.environ[_BLOCKING_WAIT] = previous_value
 
 
-def mesh_without_groups(name: str, size: int, own: int, device_type: str = "cpu") -> DeviceMesh:
-    """Return the mesh of ranks that are threads of this process, as rank `own` sees it: it says where DTensors lie."""
-    return DeviceMesh(device_type, torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=own)
+def mesh_without_groups(name: str, size: int, rank: int, device_type: str = "cpu") -> DeviceMesh:
+    """Return the mesh of ranks that are threads of this process, as one of them sees it: it says where DTensors lie."""
+    return DeviceMesh(device_type, torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
 
 
 def is_timeout(error: Exception) -> bool:

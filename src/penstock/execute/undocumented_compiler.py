@@ -34,7 +34,7 @@ TABLE_GRADIENTS = {
     _ATEN.index_put.default,
     _ATEN._unsafe_masked_index_put_accumulate.default,
 }
-"""As traced, and as Inductor has them."""
+"""Operations that compute the gradient of a table, as traced and as Inductor has them."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -45,7 +45,7 @@ def is_view(node: fx.Node) -> bool:
 # ---- the nodes of compiled functions in autograd's graph
 
 COMPILED = "CompiledFunctionBackward"
-"""The kind of those that AOTAutograd has compiled, on which torch's own backends are built."""
+"""Kind of the nodes that AOTAutograd has compiled, on which torch's own backends are built."""
 
 
 def backward_of(node: Node) -> Any:
@@ -79,7 +79,7 @@ def compile_aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], forward: Com
 def compile_inductor(graph: fx.GraphModule, inputs: Sequence[Any], compile_one: Compiler, options: Any) -> Any:
     """Compile by Inductor, but forward and backward by `compile_one`.
 
-    Without its cache of functions, which would bring back backwards of an earlier process as they were not split.
+    Inductor's cache of functions is off: it would bring back backwards of an earlier process, which were not split.
     """
     compile_fx = _part("torch._inductor.compile_fx.compile_fx")
     with _part("torch._functorch.config").patch(**_OPTIONS, enable_autograd_cache=False):
@@ -111,13 +111,13 @@ def keep_strides(graph: fx.Graph) -> None:
     """Have Inductor return all outputs of a graph with the strides that the graph says."""
     output = graph.output_node()
     results = cast(Sequence[Any], output.args[0])
-    output.meta["user_visible_output_idxs"] = [place for place, each in enumerate(results) if each is not None]
+    output.meta["user_visible_output_idxs"] = [place for place, result in enumerate(results) if result is not None]
 
 
 def options_of_mode(mode: str) -> Mapping[str, Any]:
     """Return the settings of Inductor that a `mode` of torch.compile stands for."""
-    found: Mapping[str, Any] = _part("torch._inductor.list_mode_options")(mode)
-    return found
+    settings: Mapping[str, Any] = _part("torch._inductor.list_mode_options")(mode)
+    return settings
 
 
 def obstacle_to_inductor(device: str) -> str:
@@ -158,12 +158,12 @@ def without_autocast() -> AbstractContextManager[None]:
 def continuing() -> Callable[[Callable[[], T]], T]:
     """Return a function that compiles something later, as a part of the compilation that goes on now."""
     names = {"tracing": "TracingContext", "compile_context": "CompileContext"}
-    found = {name: _part(f"torch._guards.{kind}").try_get() for name, kind in names.items()}
+    contexts = {name: _part(f"torch._guards.{kind}").try_get() for name, kind in names.items()}
 
     def run(compile: Callable[[], T]) -> T:
         with ExitStack() as stack:
             stack.enter_context(_part("torch._dynamo.convert_frame.compile_lock"))
-            for name, context in found.items():
+            for name, context in contexts.items():
                 stack.enter_context(_part(f"torch._guards.{name}")(context))
             stack.enter_context(without_autocast())
             trigger = _part("torch._dynamo.callback.CallbackTrigger").LAZY_BACKWARD
@@ -174,7 +174,7 @@ def continuing() -> Callable[[Callable[[], T]], T]:
 
 
 def watch_compilations(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
-    """Have functions called where a compilation begins and ends, on its thread; return what ends that."""
+    """Have functions called where a compilation begins and ends, on its thread; return a function that ends this."""
     if "torch._dynamo" not in sys.modules:  # nothing can be compiled before it is loaded, which takes seconds
         return lambda: None
     callbacks = _callbacks()
@@ -218,7 +218,7 @@ def compile_module(module: nn.Module, compiler: Compiler) -> None:
         return call(*args, **kwargs)
 
     if getattr_static(type(module), "forward").__module__.startswith("torch."):
-        # Code of its own: torch counts what it compiles per code, and after a few times compiles it no more.
+        # Each module gets code of its own: torch counts compilations per code, and after a few compiles it no more.
         code = run.__code__.replace(co_name=type(module).__name__)
         module._compiled_call_impl = compiler(FunctionType(code, globals(), closure=run.__closure__))
     else:

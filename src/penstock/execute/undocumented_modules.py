@@ -20,24 +20,24 @@ class ModuleSnapshot:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.parameters = list(dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()))
-        """As the layers list them one after another; one that two layers share comes once."""
+        """Parameters in the order in which the layers list them; one that two layers share comes once."""
         self._modules = [module for layer in layers for module in layer.modules()]
         tables = self._tables()
         self._sizes = list(map(len, tables))
         self._names = list(_names_in(tables))
-        self._held = list(_held_in(tables))
+        self._values = list(_values_in(tables))
 
     def is_current(self) -> bool:
-        """Whether the layers still hold the same."""
+        """Whether the layers still hold the same modules and parameters."""
         tables = self._tables()
         return (
             list(map(len, tables)) == self._sizes
             and list(_names_in(tables)) == self._names
-            and all(map(is_, _held_in(tables), self._held))
+            and all(map(is_, _values_in(tables), self._values))
         )
 
     def _tables(self) -> list[Any]:
-        # Anew each time, since a table may be replaced as a whole.
+        # The tables are looked up each time, since one may be replaced as a whole.
         return [table for tables_of in _TABLES for table in map(tables_of, self._modules)]
 
 
@@ -58,7 +58,7 @@ def _names_in(tables: Sequence[Any]) -> chain[str]:
     return chain.from_iterable([table.keys() for table in tables if table])
 
 
-def _held_in(tables: Sequence[Any]) -> chain[object]:
+def _values_in(tables: Sequence[Any]) -> chain[object]:
     return chain.from_iterable([table.values() for table in tables if table])
 
 
@@ -71,7 +71,7 @@ _DDP_OPTIONS = {
     "_comm_hooks": "a communication hook",
     "buffer_hook": "a communication hook for buffers",
 }
-"""How DDP's options are written, by the attribute that is not empty where one is used."""
+"""DDP's options as users write them, by the attribute that is not empty where one is used."""
 
 
 def special_options(module: DistributedDataParallel) -> list[str]:
@@ -86,14 +86,14 @@ def averages(module: DistributedDataParallel) -> bool:
 
 def averaged_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients DDP averages."""
-    named = module.module.named_parameters()
-    return [each for name, each in named if each.requires_grad and name not in module.parameters_to_ignore]
+    pairs, ignored_names = module.module.named_parameters(), module.parameters_to_ignore
+    return [parameter for name, parameter in pairs if parameter.requires_grad and name not in ignored_names]
 
 
 def broadcast_buffers(module: DistributedDataParallel) -> list[Tensor]:
     """Return the buffers that DDP copies from the first replica."""
-    named = module.module.named_buffers() if module.broadcast_buffers else ()
-    return [each for name, each in named if name not in module.parameters_to_ignore]
+    named_buffers = module.module.named_buffers() if module.broadcast_buffers else ()
+    return [buffer for name, buffer in named_buffers if name not in module.parameters_to_ignore]
 
 
 def has_dtensors(module: DistributedDataParallel) -> bool:

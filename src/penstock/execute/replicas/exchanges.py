@@ -99,7 +99,7 @@ class ReplicaExchanges:
         results = [self.buffer_for(self.transport.num_ranks * part.numel(), part) for part in parts]
         if self._is_on_device:
             pairs = zip(results, parts, strict=True)
-            tickets = [self._post(result, partial(gather_into, whole=result, part=part)) for result, part in pairs]
+            tickets = [self._post(result, partial(gather_into, gathered=result, part=part)) for result, part in pairs]
             return self._launch(_Exchange(self.transport, results, lambda: use_results(results), tickets))
         return self._launch(
             _Gather(self.transport, results, parts, lambda: self._pass_on(results, results, use_results))
@@ -113,7 +113,7 @@ class ReplicaExchanges:
         if self._is_on_device:
             parts = [buffer.new_empty(buffer.numel() // self.transport.num_ranks) for buffer in buffers]
             pairs = zip(parts, buffers, strict=True)
-            tickets = [self._post(part, partial(sum_into, part=part, whole=buffer)) for part, buffer in pairs]
+            tickets = [self._post(part, partial(sum_into, part=part, summands=buffer)) for part, buffer in pairs]
             return self._launch(_Exchange(self.transport, [*buffers, *parts], lambda: use_results(parts), tickets))
         parts = [buffer.view(self.transport.num_ranks, -1)[self.transport.rank] for buffer in buffers]
         return self._launch(_ScatteredSum(self.transport, buffers, lambda: self._pass_on(parts, buffers, use_results)))
