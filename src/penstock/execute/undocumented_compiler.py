@@ -160,7 +160,7 @@ def continuing() -> Callable[[Callable[[], T]], T]:
     names = {"tracing": "TracingContext", "compile_context": "CompileContext"}
     contexts = {name: _part(f"torch._guards.{kind}").try_get() for name, kind in names.items()}
 
-    def run(compile: Callable[[], T]) -> T:
+    def compile_in_context(compile: Callable[[], T]) -> T:
         with ExitStack() as stack:
             stack.enter_context(_part("torch._dynamo.convert_frame.compile_lock"))
             for name, context in contexts.items():
@@ -170,7 +170,7 @@ def continuing() -> Callable[[Callable[[], T]], T]:
             stack.enter_context(_callbacks().install_callbacks(trigger, "penstock"))
             return compile()
 
-    return run
+    return compile_in_context
 
 
 def watch_compilations(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
@@ -214,13 +214,13 @@ def compile_module(module: nn.Module, compiler: Compiler) -> None:
     """Compile a module in place, as its `compile` does, which compiles nothing of torch's own modules."""
     call: Any = module._call_impl
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def call_module(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     if getattr_static(type(module), "forward").__module__.startswith("torch."):
         # Each module gets code of its own: torch counts compilations per code, and after a few compiles it no more.
-        code = run.__code__.replace(co_name=type(module).__name__)
-        module._compiled_call_impl = compiler(FunctionType(code, globals(), closure=run.__closure__))
+        code = call_module.__code__.replace(co_name=type(module).__name__)
+        module._compiled_call_impl = compiler(FunctionType(code, globals(), closure=call_module.__closure__))
     else:
         module._compiled_call_impl = compiler(call)
 

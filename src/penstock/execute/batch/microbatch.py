@@ -163,7 +163,7 @@ def _merge(place: str, rule: Reducer | None, values: tuple[Any, ...]) -> Any:
     try:
         return rule(list(values))
     except (RuntimeError, TypeError, IndexError) as error:
-        shown = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in values]
+        shown = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in values]
         raise PipelineError(
             f"{place}: {rule} cannot merge {shown} ({error}). Give another rule for it, such as `list` or your own"
         ) from error

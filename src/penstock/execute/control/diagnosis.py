@@ -86,14 +86,14 @@ def diagnose(board: PositionBoard, describe: Describe, *, peer: int | None = Non
 
     `peer` is the rank that this rank's error named, if it did.
     """
-    recorded = first_verdict(board)
-    if not recorded:
+    verdict_text = first_verdict(board)
+    if not verdict_text:
         finding = _find_culprit(board, describe, peer)
         board.note_verdict(_with_positions(finding, read_all(board), describe).packed())
         # Ranks that looked at the same moment have written one each: all of them adopt the first.
         time.sleep(SETTLE_S)
-        recorded = first_verdict(board)
-    return Verdict.unpacked(recorded)
+        verdict_text = first_verdict(board)
+    return Verdict.unpacked(verdict_text)
 
 
 def process_trouble(pid: int) -> str:
@@ -128,8 +128,8 @@ def _first_failure(positions: list[RankPosition], describe: Describe) -> Verdict
         return None
     first = min(failed_positions, key=lambda position: (position.since_s, position.rank))
     assert first.failure is not None
-    within = f", in {first.failure.place}," if first.failure.place else ""
-    reason = f"{place_of(first, describe)}{within} it raised {first.failure.summary}"
+    place_clause = f", in {first.failure.place}," if first.failure.place else ""
+    reason = f"{place_of(first, describe)}{place_clause} it raised {first.failure.summary}"
     return Verdict(first.rank, Cause.RAISED, reason, first.failure.finding)
 
 

@@ -169,41 +169,42 @@ def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
     """
     if labels.count(labels[0]) == len(labels):
         return
-    departed: dict[str, list[int]] = {}
-    calling: dict[tuple[str, str], list[int]] = {}
-    num_calling: Counter[str] = Counter()
-    refusals: dict[int, str] = {}
+    ranks_by_departure: dict[str, list[int]] = {}
+    ranks_by_call: dict[tuple[str, str], list[int]] = {}
+    num_ranks_by_name: Counter[str] = Counter()
+    refusal_by_rank: dict[int, str] = {}
     for index, text in enumerate(labels):
         name, place, refusal = _Label.of(text)
         if name:
-            calling.setdefault((name, place), []).append(index)
-            num_calling[name] += 1
-            refusals |= {index: refusal} if refusal else {}
+            ranks_by_call.setdefault((name, place), []).append(index)
+            num_ranks_by_name[name] += 1
+            refusal_by_rank |= {index: refusal} if refusal else {}
         elif place:
-            departed.setdefault(place, []).append(index)
-    if len(num_calling) == 1 and not departed:
+            ranks_by_departure.setdefault(place, []).append(index)
+    if len(num_ranks_by_name) == 1 and not ranks_by_departure:
         return
     # Most scripts are right on most ranks, and in their steps: so the call that few ranks make is the one to mend.
-    odd_name = min(num_calling, key=lambda name: (num_calling[name], name == "step"))
+    odd_name = min(num_ranks_by_name, key=lambda name: (num_ranks_by_name[name], name == "step"))
     fix = f"every rank must call {odd_name}"
-    if departed:
+    if ranks_by_departure:
         # The ranks that have left are named alone: which of the others are in a call, not every replica knows.
-        clauses = [f"{_subject(ranks, names, 'has', 'have')} {act}" for act, ranks in departed.items()]
-        clauses.append(f"the others are in {' and '.join(f'{name} ({place})' for name, place in sorted(calling))}")
-        rank = names.numbers[min(chain(*departed.values()))]
+        clauses = [f"{_subject(ranks, names, 'has', 'have')} {act}" for act, ranks in ranks_by_departure.items()]
+        other_calls = " and ".join(f"{name} ({place})" for name, place in sorted(ranks_by_call))
+        clauses.append(f"the others are in {other_calls}")
+        rank = names.numbers[min(chain(*ranks_by_departure.values()))]
         raise PeerLeft(f"{', '.join(clauses)}; {fix}", rank=rank, peer=rank)
-    if refusals:
-        raise _refused(refusals, names)
-    clauses = [f"{_subject(ranks, names)} in {name} ({place})" for (name, place), ranks in calling.items()]
-    first = next(iter(calling))
-    clauses[0] = f"{_subject(calling[first], names, 'is', 'are')} in {first[0]} ({first[1]})"
-    culprit = next(ranks[0] for (name, _), ranks in calling.items() if name == odd_name)
+    if refusal_by_rank:
+        raise _refused(refusal_by_rank, names)
+    clauses = [f"{_subject(ranks, names)} in {name} ({place})" for (name, place), ranks in ranks_by_call.items()]
+    first = next(iter(ranks_by_call))
+    clauses[0] = f"{_subject(ranks_by_call[first], names, 'is', 'are')} in {first[0]} ({first[1]})"
+    culprit = next(ranks[0] for (name, _), ranks in ranks_by_call.items() if name == odd_name)
     raise StepRefused(f"{', '.join(clauses)}; {fix}", rank=names.numbers[culprit])
 
 
-def _refused(refusals: Mapping[int, str], names: RankNames) -> StepRefused:
+def _refused(refusal_by_rank: Mapping[int, str], names: RankNames) -> StepRefused:
     """Return why a rank refuses the call that the others make; the end of the data counts before other reasons."""
-    reasons = {rank: json.loads(refusal) for rank, refusal in refusals.items()}
+    reasons = {rank: json.loads(refusal) for rank, refusal in refusal_by_rank.items()}
     rank = next((rank for rank, (_, is_end) in reasons.items() if is_end), min(reasons))
     text, is_end = reasons[rank]
     if is_end:

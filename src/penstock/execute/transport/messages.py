@@ -27,7 +27,7 @@ _NO_KEY = (0, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
-class _Leaving:
+class _OutgoingMessage:
     """A message that had not left when it was posted."""
 
     number: int
@@ -94,7 +94,7 @@ class Sender:
         self._layouts = layouts
         self._num_sent: dict[int, int] = {}
         """Number of messages of this step, by peer."""
-        self._leaving: dict[int, deque[_Leaving]] = {}
+        self._leaving: dict[int, deque[_OutgoingMessage]] = {}
         """Messages that may not have arrived yet, by peer."""
         self.device_queue: DeviceQueue | None = None
         """Queue of the device, in a step whose receives devices wait for; None in others."""
@@ -166,7 +166,7 @@ class Sender:
             stage, microbatch, _ = message.key
             message.outputs.checked(f"stage {stage}, microbatch {microbatch}")
 
-    def _has_left(self, message: _Leaving) -> bool:
+    def _has_left(self, message: _OutgoingMessage) -> bool:
         return self.device_queue is None or all(map(self.device_queue.has_left, message.tickets))
 
     def _send(self, peer: int, tensors: Sequence[Tensor], key: PassKey) -> None:
@@ -178,11 +178,10 @@ class Sender:
         self._num_sent[peer] = number + 1
         open_tickets = [ticket for ticket in tickets if not ticket.is_over]
         if open_tickets:
-            # Tensors that need a gradient have no guard: one may be a parameter, which the optimizer changes once it
-            # has arrived.
+            # Tensors that need a gradient have no guard: one may be a parameter, which the optimizer changes later.
             posted = zip(tickets, tensors, strict=True)
             guarded_tensors = [tensor for ticket, tensor in posted if not (ticket.is_over or tensor.requires_grad)]
-            self._leaving[peer].append(_Leaving(number, open_tickets, VersionGuard.of(guarded_tensors), key))
+            self._leaving[peer].append(_OutgoingMessage(number, open_tickets, VersionGuard.of(guarded_tensors), key))
 
 
 class Receiver:

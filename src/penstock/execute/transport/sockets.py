@@ -98,8 +98,8 @@ class Packets:
         self._connection.send(_memory_of(tensor) if tensor.nbytes else EMPTY)
 
     def read(self, tensor: Tensor) -> int:
-        room = _memory_of(tensor) if tensor.nbytes else bytearray(EMPTY)
-        num_bytes = self._connection.recv_into(room, 0, RECEIVE_FLAGS)
+        buffer = _memory_of(tensor) if tensor.nbytes else bytearray(EMPTY)
+        num_bytes = self._connection.recv_into(buffer, 0, RECEIVE_FLAGS)
         if num_bytes == 0:
             raise BrokenPipeError(CLOSED)
         return 0 if num_bytes == len(EMPTY) and not tensor.nbytes else num_bytes
