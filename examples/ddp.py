@@ -20,7 +20,7 @@ torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
 layers = [DistributedDataParallel(layer, process_group=replicas) for layer in layers]
 group = mesh.get_group("pipeline")
-pipeline = ps.Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, process_group=group, frees_other_stages=True)
+pipeline = ps.Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, process_group=group)
 
 inputs, target = torch.randn(32, 16), torch.rand(32, 16)
 rows = slice(16 * replica, 16 * (replica + 1))

@@ -11,7 +11,7 @@ import penstock as ps
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**27, growth_interval=5)  # so large that some steps overflow
-pipeline = ps.Pipeline(layers, "1f1b", 8, nn.functional.mse_loss, scale_loss=scaler.scale, frees_other_stages=True)
+pipeline = ps.Pipeline(layers, "1f1b", 8, nn.functional.mse_loss, scale_loss=scaler.scale)
 parameters = dict(pipeline.named_parameters())
 optimizer = torch.optim.AdamW(parameters.values(), lr=0.01)
 

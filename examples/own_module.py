@@ -37,7 +37,7 @@ padding = torch.zeros(16, 10, dtype=torch.bool)
 padding[:, 8:] = True
 
 layers = ps.cut(model, ["blocks.*"])
-pipeline = ps.Pipeline(layers, "1f1b", 4, token_loss, frees_other_stages=True)
+pipeline = ps.Pipeline(layers, "1f1b", 4, token_loss)
 optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.003)
 for step in range(1, 21):
     result = pipeline.step(tokens=tokens, padding=padding, target=tokens)

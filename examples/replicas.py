@@ -12,7 +12,7 @@ import penstock as ps
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
-pipeline = ps.Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, mesh=mesh, frees_other_stages=True)
+pipeline = ps.Pipeline(layers, "1f1b", 4, nn.functional.mse_loss, mesh=mesh)
 
 inputs, target = torch.randn(32, 16), torch.rand(32, 16)
 rows = slice(16 * pipeline.replica, 16 * (pipeline.replica + 1))

@@ -39,7 +39,7 @@ from penstock.execute.stages.assemble import Assembly, assemble, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers
 from penstock.execute.stages.held_state import count_parameters, described_state, require_equal_replicas
-from penstock.execute.stages.other_layers import OtherLayers
+from penstock.execute.stages.other_layers import free_other_layers
 from penstock.execute.stages.shared_builders import build_early, refuse_shared_objects
 from penstock.execute.stages.wrappers import (
     averages_gradients,
@@ -109,11 +109,6 @@ class Construction:
     unsplittable: str
     """Why backwards may not be split on some rank; empty where they may be on all."""
 
-    @property
-    def other_layers(self) -> OtherLayers:
-        """The layers of other ranks that this rank has."""
-        return OtherLayers(self.plan.layers, self.plan.layer_names, self.plan.built)
-
 
 def construct(joined: Joined, request: Request) -> Construction:
     """Make a pipeline together with all ranks, which call this alike.
@@ -142,8 +137,9 @@ def construct(joined: Joined, request: Request) -> Construction:
     runner.session.parameters.take_first_values()
     counts = ParameterCounts.of_ranks([theirs["parameters"] for theirs in everyone])
     made = Construction(plan, runner, counts, next(filter(None, (theirs["unsplittable"] for theirs in everyone)), ""))
-    if plan.options.frees_other_stages:
-        made.other_layers.free()
+    if plan.frees_other_stages:
+        # At last, since a construction that fails must leave the layers as they were.
+        free_other_layers(plan.layers, plan.built)
     return made
 
 

@@ -68,11 +68,13 @@ class Plan:
         self.mesh = f"{self.num_replicas} replicas of {joined.transport.num_ranks} ranks"
         self.device = _device_of(joined, options)
         self.sharding = _sharding(joined, options, self.device)
-        if options.frees_other_stages and any(map(shares_process, joined.places.transports)):
+        shares_layers = any(map(shares_process, joined.places.transports))
+        if options.frees_other_stages and shares_layers:
             raise ConfigError(
                 "the ranks are threads of one process and share the layers, so none can be freed; leave it out",
                 key="frees_other_stages",
             )
+        self.frees_other_stages = options.frees_other_stages is not False and not shares_layers
         self.loss = request.loss
         require_loss(self.loss)
         self.loss_weights = LossWeights(options.reduction, options.count, counted_targets(self.loss))

@@ -34,7 +34,6 @@ from penstock.execute.transport.calls import CLOSE, collective
 from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.transport.world import shares_process
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import describe_split
 from penstock.planning import (
@@ -125,17 +124,6 @@ class Pipeline(ModelPart):
         advice = few_microbatches(self.program)
         if advice is not None:
             warn(advice)
-        if self.options.frees_other_stages is not None or shares_process(self._transport):
-            return
-        num_kept = self._made.other_layers.num_parameters()
-        if num_kept:
-            warn(
-                f"every rank keeps the whole model: on rank 0, {num_kept:,} parameters are of other ranks' "
-                "layers and are not trained here. The state_dict() of the layers on one rank, and torch's "
-                "clip_grad_norm_, would be wrong without an error. Pass frees_other_stages=True to free them; call "
-                "pipeline.state_dict(on_rank=0) and pipeline.clip_grad_norm_. Pass False to keep them without this "
-                "warning"
-            )
 
     def __enter__(self) -> Self:
         """Return the pipeline, which is closed at the end of the block, also by an error."""

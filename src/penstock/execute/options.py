@@ -82,7 +82,8 @@ class PipelineOptions:
     """Where this rank's stages live; default: the current GPU where the group carries its messages, else the CPU."""
     frees_other_stages: bool | None = None
     """Whether layers that other ranks run, if they are modules, are moved to the meta device: their memory is freed,
-    and their state or gradients cannot be taken for the whole model's. None: they are kept, and rank 0 is warned."""
+    and their state or gradients cannot be taken for the whole model's. None: they are, unless ranks are threads of one
+    process, which share the layers."""
     transport: Transport | None = None
     """The carrier of messages; default: torch.distributed where it is initialised, else this process alone."""
     data_warn_s: float | None = 1.0

@@ -35,7 +35,7 @@ class Bad(torch.nn.Module):
 
 layers = [torch.nn.Linear(4, 4), Bad()]
 split = [9] if sys.argv[1] == "split" else None
-pipeline = ps.Pipeline(layers, "1f1b", 2, torch.nn.functional.mse_loss, split=split, frees_other_stages=True)
+pipeline = ps.Pipeline(layers, "1f1b", 2, torch.nn.functional.mse_loss, split=split)
 if sys.argv[1] == "other" and pipeline.rank:
     raise KeyError("own")
 pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))

@@ -64,8 +64,8 @@ def _with_values(module: nn.Module, name: str) -> nn.Module:
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise PartitionError(
             f"layer {name!r} is on the meta device, where tensors have no values; give a callable that builds it "
-            "elsewhere, such as a LayerSpec, or call its to_empty(device=...) and initialize it first. A pipeline with "
-            "frees_other_stages=True leaves layers of other ranks there"
+            "elsewhere, such as a LayerSpec, or call its to_empty(device=...) and initialize it first. A pipeline "
+            "moves layers of other ranks there, unless it is made with frees_other_stages=False"
         )
     return module
 

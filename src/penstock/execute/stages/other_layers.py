@@ -1,8 +1,9 @@
 """Layers of other ranks that the caller gave as modules: this rank has them, but no step of it uses or trains them.
 
-Freed ones are on the meta device, where tensors have shapes but no memory. Two mistakes then are errors, which with
-kept ones give wrong results without a message: the state of the whole model taken from one rank, and gradients clipped
-by their norm on one rank. Tensors that layers of this rank use too stay as they are.
+A pipeline moves them to the meta device, where tensors have shapes but no memory. Two mistakes then are errors, which
+would give wrong results without a message: the state of the whole model taken from one rank, and gradients clipped by
+their norm on one rank. Tensors that layers of this rank use too stay as they are. An optimizer that was made before the
+pipeline keeps the tensors that were there, and trains this rank's own.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,41 +17,26 @@ from penstock.errors import ConfigError
 from penstock.execute.stages.layers import Layer
 
 
-class OtherLayers:
-    """The modules of other ranks' layers, by the name of the layer."""
+def free_other_layers(layers: Sequence[Layer], local_layers: Mapping[int, nn.Module]) -> None:
+    """Move parameters and buffers of the modules that are not of this rank's layers to the meta device, in place.
 
-    def __init__(self, layers: Sequence[Layer], names: Sequence[str], local_layers: Mapping[int, nn.Module]) -> None:
-        local = [part for module in local_layers.values() for part in (*module.modules(), *_tensors(module))]
-        self._local_ids = set(map(id, local))
-        self._modules = {
-            names[index]: layer
-            for index, layer in enumerate(layers)
-            if index not in local_layers and isinstance(layer, nn.Module) and id(layer) not in self._local_ids
-        }
-
-    def num_parameters(self) -> int:
-        """Return how many numbers their parameters hold here, besides what layers of this rank use."""
-        parameters = {id(thing): thing for module in self._modules.values() for thing in module.parameters()}
-        return sum(
-            thing.numel()
-            for parameter_id, thing in parameters.items()
-            if parameter_id not in self._local_ids and not _is_free(thing)
-        )
-
-    def free(self) -> None:
-        """Move their parameters and buffers to the meta device, in place.
-
-        Parameters get a gradient there, so that a norm over gradients of both kinds is an error.
-        """
-        freed: dict[int, Tensor] = {}
-        for module in self._modules.values():
-            for part in module.modules():
-                for name, tensor in _tensors_of_part(part, self._local_ids):
-                    setattr(part, name, freed.setdefault(id(tensor), _on_meta(tensor)))
-                # Of each part too: the model that a layer was cut out of has its submodules, and not the layer.
-                if id(part) not in self._local_ids:
-                    part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
-                    part.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+    `local_layers` are the layers that this rank runs, by their index. Freed parameters get a gradient on the meta
+    device too, so that a norm over gradients of both kinds is an error.
+    """
+    local_parts = [part for module in local_layers.values() for part in (*module.modules(), *_tensors(module))]
+    local_ids = set(map(id, local_parts))
+    freed_tensors: dict[int, Tensor] = {}
+    for index, layer in enumerate(layers):
+        if index in local_layers or not isinstance(layer, nn.Module):
+            continue
+        for part in layer.modules():
+            if id(part) in local_ids:
+                continue
+            for name, tensor in _tensors_of_part(part, local_ids):
+                setattr(part, name, freed_tensors.setdefault(id(tensor), _on_meta(tensor)))
+            # Each part refuses: the model that a layer was cut out of has its submodules, and not the layer.
+            part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+            part.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -59,8 +45,6 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _tensors_of_part(part: nn.Module, local_ids: Collection[int]) -> list[tuple[str, Tensor]]:
-    if id(part) in local_ids:
-        return []
     named_tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
     return [(name, tensor) for name, tensor in named_tensors if id(tensor) not in local_ids and not _is_free(tensor)]
 
