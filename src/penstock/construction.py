@@ -13,12 +13,13 @@ runs within the two exchanges, by which it fails on all ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from torch import nn
 
-from penstock.construction_plan import Plan, Request
+from penstock.construction_plan import Plan
+from penstock.errors import warn
 from penstock.execute.arguments import describe_function
 from penstock.execute.batch.needs import InputNeeds, batch_binding
 from penstock.execute.control.agreement import Mode
@@ -51,8 +52,7 @@ from penstock.execute.transport.world import shares_process
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
-from penstock.partition.split import ParameterCounts
-from penstock.planning import memory_demand, prove_and_lower_once
+from penstock.planning import few_microbatches, memory_demand, prove_and_lower_once
 from penstock.proofs import prove_weight_order
 
 _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
@@ -67,7 +67,7 @@ class Programs:
         self._plan = plan
         self._tied_groups = tied_groups
         self._sharding = replace(plan.sharding, units=units)
-        self.training = self._lowered(plan.given)
+        self.training = self._lowered(plan.orders)
 
     def of(self, mode: Mode, num_microbatches: int, most: int) -> Program:
         """Return what a mode runs on so many microbatches, of which a replica has at most so many.
@@ -98,20 +98,11 @@ class Programs:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Construction:
-    """A pipeline, as one rank has built it."""
+def construct(joined: Joined, make_plan: Callable[[], Plan]) -> tuple[Runner, list[SetupReport]]:
+    """Make the runner of a pipeline together with all ranks, which call this alike; return all ranks' reports, too.
 
-    plan: Plan
-    runner: Runner
-    parameter_counts: ParameterCounts
-    """Of the stages of all ranks."""
-    unsplittable: str
-    """Why backwards may not be split on some rank; empty where they may be on all."""
-
-
-def construct(joined: Joined, request: Request) -> Construction:
-    """Make a pipeline together with all ranks, which call this alike.
+    A report has the rank's `parameters`, as `count_parameters` returns them, and in `unsplittable` why its backwards
+    may not be split; empty where they may be.
 
     Raises:
         ScheduleError, PartitionError, ConfigError: if the schedule, the split or a setting is wrong.
@@ -119,36 +110,40 @@ def construct(joined: Joined, request: Request) -> Construction:
     """
     places = joined.places
     with PositionMemory(places.names) as memory:
-        plan, everyone = _planned(joined, request, lambda plan: setup_report(plan.setup(), plan.found(memory)))
-        agreed = AgreedFacts.of(everyone, places.names)
+        plan, reports = _planned(joined, make_plan, lambda plan: setup_report(plan.setup(), plan.local_facts(memory)))
+        agreed = AgreedFacts.of(reports, places.names)
         make: Callable[[], Assembly] = partial(_assembled, joined, plan, agreed)
         units: Units = ()
         if plan.options.is_sharded:
-            assembly, everyone = joined.exchange(make, units_report)
-            make, units = (lambda: assembly), units_of(everyone)
-        runner, everyone = joined.exchange(
+            assembly, reports = joined.exchange(make, units_report)
+            make, units = (lambda: assembly), units_of(reports)
+        runner, reports = joined.exchange(
             lambda: Runner(_session(joined, plan, agreed, memory, make(), units)),
             lambda runner: _report(plan, runner.session.assembly),
         )
-    require_equal([theirs["setup"] for theirs in everyone], places.names)
-    require_equal_kinds([theirs["copies"] for theirs in everyone], places.names)
+    require_equal([report["setup"] for report in reports], places.names)
+    require_equal_kinds([report["copies"] for report in reports], places.names)
     if places.data is not None:
-        require_equal_replicas([theirs["held"] for theirs in everyone], places)
+        require_equal_replicas([report["state"] for report in reports], places)
     runner.session.parameters.take_first_values()
-    counts = ParameterCounts.of_ranks([theirs["parameters"] for theirs in everyone])
-    made = Construction(plan, runner, counts, next(filter(None, (theirs["unsplittable"] for theirs in everyone)), ""))
+    advice = few_microbatches(runner.session.program)
+    if advice is not None and places.index == 0:
+        warn(advice)
     if plan.frees_other_stages:
         # At last, since a construction that fails must leave the layers as they were.
-        free_other_layers(plan.layers, plan.built)
-    return made
+        free_other_layers(plan.layers, plan.local_layers)
+    # What was compared is dropped: of many ranks it may take up much memory.
+    return runner, [{name: report[name] for name in ("parameters", "unsplittable")} for report in reports]
 
 
-def _planned(joined: Joined, request: Request, tell: Callable[[Plan], SetupReport]) -> tuple[Plan, list[SetupReport]]:
+def _planned(
+    joined: Joined, make_plan: Callable[[], Plan], tell: Callable[[Plan], SetupReport]
+) -> tuple[Plan, list[SetupReport]]:
     """Plan and build this rank's layers; return what all ranks tell of theirs, too."""
     if not joined.options.is_sharded:
-        return joined.exchange(lambda: Plan(joined, request).with_layers(), tell)
-    plan, everyone = joined.exchange(lambda: Plan(joined, request), lambda plan: {"setup": asdict(plan.setup())})
-    require_equal([theirs["setup"] for theirs in everyone], joined.places.names)
+        return joined.exchange(lambda: make_plan().with_layers(), tell)
+    plan, reports = joined.exchange(make_plan, lambda plan: {"setup": asdict(plan.setup())})
+    require_equal([report["setup"] for report in reports], joined.places.names)
     build = build_early(EarlyShards(joined.control, plan.device))
     return joined.exchange(lambda: plan.with_layers(build), tell)
 
@@ -165,7 +160,7 @@ def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
         transport.rank,
         device=plan.device,
         names=plan.layer_names,
-        built=plan.built,
+        built=plan.local_layers,
         tied=[*options.tied, *agreed.shared],
         shares_modules=shares_process(transport),
     )
@@ -202,6 +197,9 @@ def _session(
         device=plan.device,
         options=options,
         schedule=plan.schedule,
+        layers_of_stage=plan.layers_of_stage,
+        layer_names=plan.layer_names,
+        layer_weights=plan.layer_weights,
         program_of=Programs(plan, assembly.tied_groups, units).of,
         assembly=assembly,
         parameters=RankParameters(joined.control, plan.device, assembly, options),
@@ -229,5 +227,5 @@ def _report(plan: Plan, assembly: Assembly) -> SetupReport:
         "copies": described_copies(copies),
         "parameters": count_parameters(assembly),
         "unsplittable": unsplittable(assembly.stages, stages, "split_backwards=True"),
-        "held": described_state(assembly.stages) if plan.num_replicas > 1 or plan.options.is_sharded else {},
+        "state": described_state(assembly.stages) if plan.num_replicas > 1 or plan.options.is_sharded else {},
     }

@@ -1,7 +1,6 @@
 """The plan of one rank, made before it hears of the others: what runs, and with which of its layers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -45,23 +44,21 @@ from penstock.schedules import find_family, is_family_name
 from penstock.version import VERSION
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Request:
-    """The arguments of `Pipeline`, beside its options."""
-
-    layers: Sequence[Layer]
-    schedule: ScheduleLike
-    microbatches: int | None
-    stages_per_rank: int | None
-    split: Sequence[int] | None
-    loss: Loss | None
-
-
 class Plan:
     """The plan of one rank, made before it hears of the others: what runs, and with which of its layers."""
 
-    def __init__(self, joined: Joined, request: Request) -> None:
-        """Look at all that was given; no message to another rank."""
+    def __init__(
+        self,
+        joined: Joined,
+        layers: Sequence[Layer],
+        schedule: ScheduleLike,
+        *,
+        microbatches: int | None,
+        loss: Loss | None,
+        stages_per_rank: int | None,
+        split: Sequence[int] | None,
+    ) -> None:
+        """Check the arguments of `Pipeline` beside its options; no message to another rank."""
         self.options = options = joined.options
         self.deadline_s = joined.transport.deadline_s
         self.num_replicas = joined.places.num_replicas
@@ -75,36 +72,39 @@ class Plan:
                 key="frees_other_stages",
             )
         self.frees_other_stages = options.frees_other_stages is not False and not shares_layers
-        self.loss = request.loss
-        require_loss(self.loss)
-        self.loss_weights = LossWeights(options.reduction, options.count, counted_targets(self.loss))
+        self.loss = loss
+        require_loss(loss)
+        self.loss_weights = LossWeights(options.reduction, options.count, counted_targets(loss))
         loss_scale(options.scale_loss)  # refuses what scales nothing
-        self.given = _resolve(joined, request)
-        self.schedule: Schedule = self.given.actions()
-        require_split(request.split)
-        layers = list(map(without_wrappers, layer_list(request.layers)))
-        self.layer_names = layer_names(layers, names_of_children(request.layers))
-        self.layer_weights = _weights(layers, request.split, options)
+        self.orders = _resolve(joined, schedule, microbatches, stages_per_rank)
+        self.schedule: Schedule = self.orders.actions()
+        require_split(split)
+        self.layers = list(map(without_wrappers, layer_list(layers)))
+        self.layer_names = layer_names(self.layers, names_of_children(layers))
+        self.layer_weights = _weights(self.layers, split, options)
         placement = self.schedule.placement
-        self.layers_of_stage = split_over(placement, len(layers), weights=self.layer_weights, split=request.split)
-        own_stages = placement.stages_of_rank[joined.transport.rank]
-        self.computes_losses = any(placement.next_stage[stage] < 0 for stage in own_stages)
-        self._own = list(dict.fromkeys(index for stage in own_stages for index in self.layers_of_stage[stage]))
-        self.layers = layers
+        self.layers_of_stage = split_over(placement, len(self.layers), weights=self.layer_weights, split=split)
+        local_stages = placement.stages_of_rank[joined.transport.rank]
+        self.computes_losses = any(placement.next_stage[stage] < 0 for stage in local_stages)
+        self._local_indices = list(
+            dict.fromkeys(index for stage in local_stages for index in self.layers_of_stage[stage])
+        )
 
     def with_layers(self, build: Build = build_layer) -> Self:
         """Build this rank's layers."""
-        built = build_own(self.layers, self.layer_names, self._own, build)
+        built = build_own(self.layers, self.layer_names, self._local_indices, build)
         if self.schedule.num_slices > 1:
             _require_slices(built.local_layers, self.layer_names)
-        self.built, self.shared_parameters = built.local_layers, built.shared
+        self.local_layers, self.shared_parameters = built.local_layers, built.shared
         placement = self.schedule.placement
         rank_of_layer = [
             placement.rank_of_stage[stage] for stage in placement.routes[0] for _ in self.layers_of_stage[stage]
         ]
-        own = dict.fromkeys(self._own)
         self.shared_buffers = shared_buffers(
-            {**built.remote_layers, **built.local_layers}, own, self.layer_names, rank_of_layer
+            {**built.remote_layers, **built.local_layers},
+            dict.fromkeys(self._local_indices),
+            self.layer_names,
+            rank_of_layer,
         )
         return self
 
@@ -113,7 +113,7 @@ class Plan:
         options = self.options
         return SharedSettings(
             version=VERSION,
-            schedule=f"{self.given!r} #{self.given.digest()[:12]}",
+            schedule=f"{self.orders!r} #{self.orders.digest()[:12]}",
             layers=", ".join(self.layer_names),
             split=", ".join(str(len(layers)) for layers in self.layers_of_stage),
             loss=describe_function(self.loss),
@@ -138,12 +138,12 @@ class Plan:
             shard=f"{options.shard}, residency {options.residency}, look_ahead {options.look_ahead}",
         )
 
-    def found(self, memory: PositionMemory) -> LocalFacts:
+    def local_facts(self, memory: PositionMemory) -> LocalFacts:
         """Return what this rank contributes to what all know."""
-        own = self.built
+        layers = self.local_layers
         return LocalFacts(
-            keywords=sorted({name for layer in own.values() for name in taken_keywords(layer).names()}),
-            skips={str(index): skip_names(layer) for index, layer in own.items()},  # JSON has texts as keys
+            keywords=sorted({name for layer in layers.values() for name in taken_keywords(layer).names()}),
+            skips={str(index): skip_names(layer) for index, layer in layers.items()},  # JSON has texts as keys
             shared=self.shared_parameters,
             host=host_of_processes(),
             clock_host=self.options.clock.host,
@@ -176,8 +176,10 @@ def _sharding(joined: Joined, options: PipelineOptions, device: torch.device) ->
     return sharding
 
 
-def _resolve(joined: Joined, request: Request) -> Schedule | Program:
-    schedule, options = request.schedule, joined.options
+def _resolve(
+    joined: Joined, schedule: ScheduleLike, microbatches: int | None, stages_per_rank: int | None
+) -> Schedule | Program:
+    options = joined.options
     require_schedule(schedule)
     family_options: dict[str, Any] = joined.family_options
     if is_family_name(schedule):
@@ -189,8 +191,8 @@ def _resolve(joined: Joined, request: Request) -> Schedule | Program:
     resolved = resolve_plan(
         schedule,
         ranks=joined.transport.num_ranks,
-        microbatches=request.microbatches,
-        stages_per_rank=request.stages_per_rank,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
         options=family_options,
     )
     require_slices(resolved, options.slices)

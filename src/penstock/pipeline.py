@@ -6,7 +6,6 @@ step is then one agreement between the ranks, one run of this rank's instruction
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -15,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from penstock.construction import construct
-from penstock.construction_plan import Request
-from penstock.errors import ConfigError, PenstockError, PipelineError, warn
+from penstock.construction_plan import Plan
+from penstock.errors import ConfigError, PenstockError, PipelineError
 from penstock.execute.batch.admission import StepRequest
 from penstock.execute.control.agreement import Extra, Mode
-from penstock.execute.control.collectives import Control, closed_error, refuse_within_step
 from penstock.execute.joining import join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.losses.model_loss import with_model_loss
@@ -33,12 +31,10 @@ from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.calls import CLOSE, collective
 from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.places import Places
-from penstock.execute.transport.protocol import Transport
 from penstock.ir.timeline import Timeline
-from penstock.partition.split import describe_split
+from penstock.partition.split import ParameterCounts, describe_split
 from penstock.planning import (
     ScheduleLike,
-    few_microbatches,
     options_of_family,
     predict_peaks,
 )
@@ -95,42 +91,33 @@ class Pipeline(ModelPart):
     ) -> None:
         loss, options = with_model_loss(layers, loss, options)
         joined = join(process_group, group, options, options_of_family(schedule), ranks, mesh)
-        request = Request(
-            layers=layers,
-            schedule=schedule,
+        plan = partial(
+            Plan,
+            joined,
+            layers,
+            schedule,
             microbatches=microbatches,
+            loss=loss,
             stages_per_rank=stages_per_rank,
             split=split,
-            loss=loss,
         )
         with joined.leaving_on_failure():
-            self._made = construct(joined, request)
-        self._runner, session = self._made.runner, self._made.runner.session
-        self._assembly, self._parameters = session.assembly, session.parameters
+            self._runner, self._reports = construct(joined, plan)
+        self._session = session = self._runner.session
+        self._assembly = session.assembly
         self.options, self.device, self.schedule = session.options, session.device, session.schedule
-        number = self.schedule.num_microbatches
-        self.program = session.program_of(Mode.TRAIN, number, number)
-        self.stages: list[Stage] = self._assembly.stages
-        self._transport = joined.transport
-        self._control = joined.control
+        self.program = session.program
+        self.stages: list[Stage] = session.assembly.stages
+        self.transport, self.control = joined.transport, joined.control
         places = joined.places
-        self.rank, self.replica, self.num_replicas = self._transport.rank, places.replica, places.num_replicas
-        self._gradient_attribute, self._is_sharded = self.options.gradient_attribute, self.options.is_sharded
-        self._is_closed, self._step_number = False, 0
-        if self._control.rank == 0:
-            self._advise()
-
-    def _advise(self) -> None:
-        advice = few_microbatches(self.program)
-        if advice is not None:
-            warn(advice)
+        self.rank, self.replica, self.num_replicas = places.pipeline.rank, places.replica, places.num_replicas
 
     def __enter__(self) -> Self:
         """Return the pipeline, which is closed at the end of the block, also by an error."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        with self._control.calls.entering(CLOSE if kind is None else kind.__name__):
+        with self.control.calls.entering(CLOSE if kind is None else kind.__name__):
             self.close()
 
     # ---- the calls of a training loop
@@ -151,7 +138,7 @@ class Pipeline(ModelPart):
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then
                 gradients hold a part of the failed batch, so zero them.
         """
-        return self._run(Mode.TRAIN, StepRequest(args, kwargs, target, return_outputs, _extra(record)))
+        return self._runner.run(Mode.TRAIN, StepRequest(args, kwargs, target, return_outputs, _extra(record)))
 
     def no_sync(self, *, tied: bool = True) -> AbstractContextManager[None]:
         """Within it, steps add up gradients and reduce none over replicas: of a mesh, in DDP or in `reduce_stage`.
@@ -159,7 +146,7 @@ class Pipeline(ModelPart):
         For all steps before an optimizer step but the last; every rank enters it for the same steps. Without `tied`,
         those of tied parameters are not summed over their ranks either: for steps whose gradients are thrown away.
         """
-        return self._parameters.no_sync(tied=tied)
+        return self._session.parameters.no_sync(tied=tied)
 
     @collective
     def evaluate(
@@ -169,7 +156,7 @@ class Pipeline(ModelPart):
 
         A batch may have any number of rows: fewer than microbatches make a microbatch each.
         """
-        return self._run(Mode.EVALUATE, StepRequest(args, kwargs, target, return_outputs, _extra(record)))
+        return self._runner.run(Mode.EVALUATE, StepRequest(args, kwargs, target, return_outputs, _extra(record)))
 
     def refuse(self, error: PenstockError, mode: Mode = Mode.TRAIN) -> NoReturn:
         """Refuse the step that the other ranks begin now, because this rank cannot run it; they are told why.
@@ -180,8 +167,8 @@ class Pipeline(ModelPart):
             StepRefused: on every rank; the next step may be run.
         """
         # In the place of the call that the other ranks make, and so by its name.
-        with self._control.calls.entering(mode.value, error):
-            self._run(mode, StepRequest(refusal=error))
+        with self.control.calls.entering(mode.value, error):
+            self._runner.run(mode, StepRequest(refusal=error))
         raise AssertionError("a refused step does not run")
 
     def profile(self, *args: Any, target: Any = None, split_backwards: bool = False, **kwargs: Any) -> Timeline:
@@ -189,13 +176,13 @@ class Pipeline(ModelPart):
 
         `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
         """
-        mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
+        mode = self._training_mode(split_backwards=split_backwards)
         # A recorded step, and so by its name: other ranks may call step(record=True).
-        with self._control.calls.entering(Mode.TRAIN.value):
-            self._run(mode, StepRequest(args, kwargs, target, extra=Extra.RECORDING))
+        with self.control.calls.entering(Mode.TRAIN.value):
+            self._runner.run(mode, StepRequest(args, kwargs, target, extra=Extra.RECORDING))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
-            raise self._refusal(text)
+            raise self._runner.error(text)
         return self.timeline
 
     @collective
@@ -211,14 +198,14 @@ class Pipeline(ModelPart):
 
         `optimizer` is this rank's; `split_backwards` is that of `profile`. On a GPU, torch's peak counters are reset.
         """
-        queue, parameters = device_queue_of(self._transport), self._parameters
+        queue, parameters = device_queue_of(self.transport), self._session.parameters
         memory = MemoryWatch(self.stages, self.device, optimizer, queue, parameters)
-        mode = Mode.TRAIN_SPLIT if split_backwards else Mode.TRAIN
-        result = self._run(mode, StepRequest(args, kwargs, target, extra=Extra.MEMORY), memory)
+        mode = self._training_mode(split_backwards=split_backwards)
+        result = self._runner.run(mode, StepRequest(args, kwargs, target, extra=Extra.MEMORY), memory)
         number = self.schedule.num_microbatches
-        program, layers = self._runner.session.program_of(mode, number, number), self.layers_of_stage
-        predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self._is_sharded else 1)
-        return gather_memory(self._transport, memory, result, predict)
+        program, layers = self._session.program_of(mode, number, number), self.layers_of_stage
+        predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self.options.is_sharded else 1)
+        return gather_memory(self.transport, memory, result, predict)
 
     @collective
     def find_not_finite(self, *args: Any, target: Any = None, **kwargs: Any) -> str:
@@ -232,7 +219,7 @@ class Pipeline(ModelPart):
             PipelineError: on every rank, if the step fails for another reason.
         """
         try:
-            self._run(Mode.TRAIN, StepRequest(args, kwargs, target, extra=Extra.VALUES))
+            self._runner.run(Mode.TRAIN, StepRequest(args, kwargs, target, extra=Extra.VALUES))
         except PipelineError as error:
             if not error.finding:
                 raise
@@ -255,36 +242,26 @@ class Pipeline(ModelPart):
 
         Set it, on all ranks alike, to go on where another pipeline stopped.
         """
-        return self._step_number
+        return self._runner.step_number
 
     @step_number.setter
     def step_number(self, number: int) -> None:
-        self._step_number = number
+        self._runner.step_number = number
 
     @property
     def layers_of_stage(self) -> Sequence[range]:
         """Per stage, its layers; with two routes, those of both copies."""
-        return self._made.plan.layers_of_stage
+        return self._session.layers_of_stage
 
     @property
     def layer_weights(self) -> Sequence[float]:
         """The relative cost per layer that the split went by."""
-        return self._made.plan.layer_weights
-
-    @property
-    def transport(self) -> Transport:
-        """The messages to and from the other ranks."""
-        return self._transport
-
-    @property
-    def control(self) -> Control:
-        """The collectives of all ranks, which go over their hosts."""
-        return self._control
+        return self._session.layer_weights
 
     @property
     def units(self) -> Sequence[Unit]:
         """The parameters of this rank: those of each stage, of stages that share some together, and how they lie."""
-        return self._parameters.units
+        return self._session.parameters.units
 
     def describe_split(self, *, width: int | None = None) -> str:
         """Draw which stage has which layers, its share of the weight, and its parameters, each once per rank.
@@ -296,9 +273,9 @@ class Pipeline(ModelPart):
         early = {} if self.recording is None else self.recording.early_weights
         return describe_split(
             self.layers_of_stage,
-            self._made.plan.layer_names,
+            self._session.layer_names,
             self.layer_weights,
-            self._made.parameter_counts,
+            ParameterCounts.of_ranks([report["parameters"] for report in self._reports]),
             Screen(width),
             late_shares={stage: 1 - found.share for stage, found in early.items()},
             reasons={stage: found.reasons for stage, found in early.items()},
@@ -310,49 +287,16 @@ class Pipeline(ModelPart):
 
         It waits for no rank. Ranks that wait for this one in another call are told that it has left.
         """
-        if self._is_closed:
-            return
-        if self._control.calls.is_in_step:
-            refuse_within_step(self._control)
-        self._is_closed = True
         self._runner.close()
 
-    # ---- one step
-
-    def _run(self, mode: Mode, call: StepRequest, memory: MemoryWatch | None = None) -> StepResult:
-        if mode.is_training and call.refusal is None:
-            self._require_trainable(mode)
-        if self._is_closed:
-            raise closed_error(self._control.places)
-        result = self._runner.run(mode, call, self._step_number, memory)
-        self._step_number += mode.is_training
-        if call.extra is Extra.RECORDING and self.recording is not None:
-            self._runner.recording = replace(self.recording, timeline=self._described(self.recording))
-        return result
-
-    def _described(self, recording: Recording) -> Timeline:
-        """Return the timeline that was just recorded, with all that is known of the step and its model."""
-        return replace(
-            recording.timeline,
-            step=self._step_number,
-            message_bytes=recording.message_bytes,
-            layers_of_stage=tuple(self.layers_of_stage),
-            layer_weights=tuple(self.layer_weights),
-            early_weights=recording.early_weights,
-            num_replicas=self.num_replicas,
-        )
-
-    def _refusal(self, text: str) -> PipelineError:
-        places = self._control.places
-        return PipelineError(f"{places.name}: {text}", rank=places.names.numbers[places.index])
-
-    def _require_trainable(self, mode: Mode) -> None:
-        if self._made.plan.loss is None:
-            raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
-        if self.schedule.is_forward_only:
-            raise ConfigError(f"{self.schedule.name} has no backwards to train with; call evaluate", key="schedule")
-        if mode is Mode.TRAIN_SPLIT and self._made.unsplittable:
-            raise ConfigError(self._made.unsplittable)
+    def _training_mode(self, *, split_backwards: bool) -> Mode:
+        """Return the mode of a training step. Raises: ConfigError, where backwards may not be split on some rank."""
+        if not split_backwards:
+            return Mode.TRAIN
+        for report in self._reports:
+            if report["unsplittable"]:
+                raise ConfigError(report["unsplittable"])
+        return Mode.TRAIN_SPLIT
 
 
 def _extra(record: bool) -> Extra:

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.copy_digests import require_equal_digests
 from penstock.execute.control.handshake import SetupReport, require_equal
+from penstock.execute.options import PipelineOptions
 from penstock.execute.parameters.tied import copy_digests
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
@@ -39,11 +40,12 @@ class ModelPart:
 
     stages: list[Stage]
     device: torch.device
-    _transport: Transport
-    _control: Control
+    transport: Transport
+    """The messages to and from the other ranks."""
+    control: Control
+    """The collectives of all ranks, which go over their hosts."""
+    options: PipelineOptions
     _assembly: Assembly
-    _gradient_attribute: str
-    _is_sharded: bool
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """List this rank's parameters, each once: what its optimizer takes."""
@@ -97,12 +99,12 @@ class ModelPart:
             return local_state
         self._agree(on_rank=on_rank)
         self.require_equal_copies()
-        places = self._control.places
+        places = self.control.places
         if places.data is not None and places.replica > 0:
             send_rows(local_state, places.data)
             return {}
-        rank_entries = entries_of_ranks(self._transport, local_state)
-        return gather_state(self._transport, WholeState(local_state, places.data), rank_entries, on_rank, self.device)
+        rank_entries = entries_of_ranks(self.transport, local_state)
+        return gather_state(self.transport, WholeState(local_state, places.data), rank_entries, on_rank, self.device)
 
     @collective
     def load_state_dict(
@@ -119,7 +121,7 @@ class ModelPart:
             ConfigError: on every rank, and nothing is changed: the state does not fit on one of them.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
-        transport, rank, places = self._transport, self._transport.rank, self._control.places
+        transport, rank, places = self.transport, self.transport.rank, self.control.places
         self._agree(from_rank=from_rank, strict=strict)
         has_state = from_rank is None or (places.replica, rank) == (0, from_rank)
         local_state = own_state(self.stages)
@@ -131,13 +133,13 @@ class ModelPart:
                 expected_entries = all_entries if rank == from_rank else rank_entries[rank]
                 require_fitting(state_dict, expected_entries, all_entries, is_strict=strict)
 
-        self._control.together(check)
+        self.control.together(check)
         part = state_dict or {}
         if from_rank is not None:
             part = scatter_state(transport, part, rank_entries, from_rank, self.device) if places.replica == 0 else {}
-        if self._is_sharded:
-            part = deal_out(self._control, local_state, part)
-        self._control.together(lambda: load_own(self.stages, part))
+        if self.options.is_sharded:
+            part = deal_out(self.control, local_state, part)
+        self.control.together(lambda: load_own(self.stages, part))
         if places.data is not None:
             share_all(places.data, [tensor for tensor in held_tensors(self.stages) if not is_dtensor(tensor)])
         for copy in self._assembly.tied_copies.values():
@@ -158,15 +160,15 @@ class ModelPart:
             PipelineError: the norm is not finite and `error_if_nonfinite`; nothing is scaled then.
         """
         self._agree(max_norm=max_norm, norm_type=norm_type)
-        attribute = self._gradient_attribute
+        attribute = self.options.gradient_attribute
         named_gradients = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
         norm = clip_gradients(
             named_gradients,
-            self._control.within.all_gather_object,
+            self.control.within.all_gather_object,
             max_norm,
             norm_type=norm_type,
             skip=self.copied_names,
-            across=self._control.across if self._is_sharded else None,
+            across=self.control.across if self.options.is_sharded else None,
         )
         if error_if_nonfinite and not math.isfinite(norm):
             raise PipelineError(
@@ -185,12 +187,12 @@ class ModelPart:
             PipelineError: on every rank, naming the parameter and two ranks whose copies differ.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
-        places = self._control.places
-        digests_by_rank = self._control.together(lambda: copy_digests(self._assembly.tied_copies))
+        places = self.control.places
+        digests_by_rank = self.control.together(lambda: copy_digests(self._assembly.tied_copies))
         # Replicas are compared one by one: with shards, they hold different parts.
         for replica in range(places.num_replicas):
             ranks = places.replica_of(replica)
-            require_equal_digests([digests_by_rank[rank] for rank in ranks], self._control.names.select(ranks))
+            require_equal_digests([digests_by_rank[rank] for rank in ranks], self.control.names.select(ranks))
 
     def _agree(self, **arguments: Any) -> None:
         """Refuse arguments that are wrong, or not the same, on any rank, on all of them at once."""
@@ -203,8 +205,8 @@ class ModelPart:
                     raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
             return {key: str(value) for key, value in arguments.items()}
 
-        require_equal(self._control.together(check), self._control.names)
+        require_equal(self.control.together(check), self.control.names)
 
     def _require_rank(self, key: str, rank: int) -> None:
-        if not (isinstance(rank, int) and 0 <= rank < self._transport.num_ranks):
-            raise ConfigError(f"{rank!r}; expected a rank from 0 to {self._transport.num_ranks - 1}", key=key)
+        if not (isinstance(rank, int) and 0 <= rank < self.transport.num_ranks):
+            raise ConfigError(f"{rank!r}; expected a rank from 0 to {self.transport.num_ranks - 1}", key=key)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
-from penstock.errors import PipelineError, StepRefused
+from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.execute.accelerator import is_queued
 from penstock.execute.batch.admission import Admission, Batch, StepRequest
 from penstock.execute.compile.programs import CompiledPrograms
 from penstock.execute.control.agreement import AgreedStep, Extra, Mode
-from penstock.execute.control.collectives import Control, refuse_within_step
+from penstock.execute.control.collectives import Control, closed_error, refuse_within_step
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, Compilations
 from penstock.execute.control.failures import FailureReporter
 from penstock.execute.losses.exchange import LossExchange
@@ -78,20 +78,26 @@ class Runner:
         self._exchange = LossExchange(control, device)
         self._auxiliary: list[Auxiliary] = modules_with(layers, Auxiliary)
         self._num_attempts = 0  # steps that have begun, also those that failed; the ranks agree on it with each
+        self.step_number = 0
+        """The number of training steps that have succeeded: layers draw their random numbers by it."""
+        self._is_closed = False
         self.recording: Recording | None = None
         """The measurements of the last recorded step, on every rank."""
         log_plan(session.schedule, places.pipeline.rank)
 
-    def run(self, mode: Mode, call: StepRequest, number: int = 0, memory: MemoryWatch | None = None) -> StepResult:
+    def run(self, mode: Mode, call: StepRequest, memory: MemoryWatch | None = None) -> StepResult:
         """Run one step; every rank calls it. `memory`, if any, looks at what this rank holds meanwhile.
 
-        `number` counts the training steps that came before: layers draw their random numbers by it.
-
         Raises:
+            ConfigError: there is no loss, or no backward, to train with.
             StepRefused: on every rank, before anything ran.
             PipelineError: on every rank, if the step fails on any; the next one starts afresh.
         """
+        if mode.is_training and call.refusal is None:
+            self._require_trainable()
         session, options, board = self.session, self.session.options, self.session.board
+        if self._is_closed:
+            raise closed_error(session.places)
         # Before the agreement, so that an error in it can name the rows of the other ranks.
         self._programs.of(mode, session.schedule.num_microbatches)
         with self._failing_together():
@@ -99,10 +105,10 @@ class Runner:
                 # A rank that tried a step by itself meanwhile has noted layouts that the others never saw.
                 self._messenger.reset()
                 self._admission.check_values_again()
-            agreed, batch = self._admit(mode, call, number)  # 2 split the batch; one exchange, in which all agree
+            agreed, batch = self._admit(mode, call)  # 2 split the batch; one exchange, in which all agree
             most = max(len(batch.microbatches), agreed.most_microbatches if options.is_sharded else 0)
             compiled = self._programs.of(mode, len(batch.microbatches), most)
-            step = self._make_step(agreed, batch, number)
+            step = self._make_step(agreed, batch)
             compiling = self._compilations.in_step(agreed, flatten((call.args, call.target))[0])
             del batch  # 3 from here on the step alone holds the data, and all that is made of them
             of_step = self._observers.of_step(call.extra, compiled.program, self._messenger, memory)  # 4 what looks on
@@ -121,22 +127,55 @@ class Runner:
                 outputs = merged_outputs(step, options.merge, options.merge_slices, options.slice_dim)
                 result = self._exchange.share(step.losses)  # 6 every rank gets the losses
             self._failures.end()
-        self.recording = next((each.recording for each in of_step if isinstance(each, StepRecording)), self.recording)
+        self.step_number += mode.is_training
+        if (recorder := next((look for look in of_step if isinstance(look, StepRecording)), None)) is not None:
+            self.recording = recorder.recording and self._described(recorder.recording)
         return replace(result, outputs=outputs, data_times=None if step.prefetcher is None else step.prefetcher.times)
+
+    def error(self, text: str) -> PipelineError:
+        """Return an error of this rank, whose name the text begins with."""
+        places = self.session.places
+        return PipelineError(f"{places.name}: {text}", rank=places.names.numbers[places.index])
 
     def close(self) -> None:
         """Leave the others; no step can be run any more."""
+        if self._is_closed:
+            return
+        if self._control.calls.is_in_step:
+            refuse_within_step(self._control)
+        self._is_closed = True
         self._failures.close()
         self.session.places.close()
 
-    def _admit(self, mode: Mode, call: StepRequest, number: int) -> tuple[AgreedStep, Batch]:
+    def _require_trainable(self) -> None:
+        if not self.session.losses.has_loss:
+            raise ConfigError("a training step needs a loss; pass loss=... to Pipeline, or call evaluate", key="loss")
+        if self.session.schedule.is_forward_only:
+            name = self.session.schedule.name
+            raise ConfigError(f"{name} has no backwards to train with; call evaluate", key="schedule")
+
+    def _described(self, recording: Recording) -> Recording:
+        """Add to the timeline of a step that was just recorded all that is known of the step and its model."""
+        session = self.session
+        timeline = replace(
+            recording.timeline,
+            step=self.step_number,
+            message_bytes=recording.message_bytes,
+            layers_of_stage=tuple(session.layers_of_stage),
+            layer_weights=tuple(session.layer_weights),
+            early_weights=recording.early_weights,
+            num_replicas=session.places.num_replicas,
+        )
+        return replace(recording, timeline=timeline)
+
+    def _admit(self, mode: Mode, call: StepRequest) -> tuple[AgreedStep, Batch]:
         parameters, options, is_training = self.session.parameters, self.session.options, mode.is_training
         agreed, batch = self._admission.admit(
             mode,
             call,
             parameters.refresh() if is_training else None,
             attempt=self._num_attempts,
-            step_number=number if options.seed is not None and is_training else 0,
+            step_number=self.step_number if options.seed is not None and is_training else 0,
             num_compilations=self._compilations.num_reported(),
             **parameters.proposed(is_training=is_training),
         )
@@ -150,13 +189,13 @@ class Runner:
         self._messenger.begin(agreed.signature, follows=is_ahead)
         return agreed, batch
 
-    def _make_step(self, agreed: AgreedStep, batch: Batch, number: int) -> Step:
+    def _make_step(self, agreed: AgreedStep, batch: Batch) -> Step:
         return Step(
             batch.slices,
             self.session.losses.of(batch, agreed),
             output_rank(self.session.schedule.placement) in agreed.wanting_outputs,
             prefetcher=batch.prefetcher,
-            number=number,
+            number=self.step_number,
             serial=agreed.attempt,
             is_training=agreed.is_training,
             is_frozen=agreed.is_frozen,

@@ -1,6 +1,6 @@
 """`Session`: all that one rank has of a pipeline, as construction hands it to the `Runner`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,11 @@ class Session:
     device: torch.device
     options: PipelineOptions
     schedule: Schedule
+    layers_of_stage: Sequence[range]
+    """Indices of the layers of each stage; with two routes, those of both copies."""
+    layer_names: Sequence[str]
+    layer_weights: Sequence[float]
+    """The relative cost of each layer, by which the layers were split."""
     program_of: Callable[[Mode, int, int], Program]
     """The program of a mode on so many microbatches, where a replica has at most so many; asked once for each."""
     assembly: Assembly
@@ -35,3 +40,9 @@ class Session:
     agreed: AgreedFacts
     """Facts that the ranks of this replica know of each other."""
     board: PositionBoard
+
+    @property
+    def program(self) -> Program:
+        """The program of a training step."""
+        number = self.schedule.num_microbatches
+        return self.program_of(Mode.TRAIN, number, number)

@@ -124,6 +124,7 @@ class LossMaker:
         self._weights = weights
         self._scale = scale
         self._is_last = is_last
+        self.has_loss = loss is not None
         self._takes_weight = loss is not None and takes_weight(loss)
         self._last_counts: tuple[LossCounts, LossCounts] | None = None
         """Counts of the batch that was weighed last: its rows, and what its losses are weighed by."""
