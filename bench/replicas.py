@@ -133,7 +133,7 @@ def on_host(num_rounds: int) -> Iterator[dict[str, Any]]:
         name: torch_step("1f1b", schedule, tiny_layers(), parts, mse_loss, mesh=mesh, wrap=wrap)
         for name, wrap in wraps.items()
     }
-    options: dict[str, dict[str, Any]] = {"alone": {"group": mesh.get_group("pipeline")}}
+    options: dict[str, dict[str, Any]] = {"alone": {"process_group": mesh.get_group("pipeline")}}
     options |= {shard: {"mesh": mesh, "shard": shard} for shard in ("none", "optimizer", "full")}
     with ExitStack() as stack:
         turns = {

@@ -37,7 +37,7 @@ def mesh():
 
 
 def pipeline_of(wrapped, schedule, own_mesh, *, loss=square_loss, **options):
-    options = {"deadline_s": 20.0, "group": own_mesh.get_group("pipeline")} | options
+    options = {"deadline_s": 20.0, "process_group": own_mesh.get_group("pipeline")} | options
     return Pipeline(wrapped, schedule, MICROBATCHES, loss, **options)
 
 

@@ -159,7 +159,7 @@ def shuffled_on_gloo(rank, num_ranks):
     group = dist.new_group(list(range(num_ranks)))
     if rank >= num_ranks:
         return None
-    with pipeline_of(None, TASK, group=group) as pipeline:
+    with pipeline_of(None, TASK, process_group=group) as pipeline:
         error = error_of(shuffled, pipeline, rank)
         inputs, target = loaded_by(0)
         return str(error), pipeline.step(inputs, target=target).loss

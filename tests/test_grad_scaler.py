@@ -278,7 +278,7 @@ def on_a_replica(rank, reduces_in_step):
             dist.all_reduce(parameter.grad, group=replicas)
 
     options = {"reduce_stage": lambda stage: reduce(training.parameters.values())} if reduces_in_step else {}
-    pipeline = scaled_pipeline(None, scaler.scale, layers, group=mesh.get_group("pipeline"), **options)
+    pipeline = scaled_pipeline(None, scaler.scale, layers, process_group=mesh.get_group("pipeline"), **options)
     training = Training(pipeline.named_parameters(), scaler)
     for step in range(1, STEPS + 1):
         overflow.step = step if replica == 1 else 0

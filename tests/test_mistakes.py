@@ -120,13 +120,15 @@ def step_rightly(rank, **wires):
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb", "group-interleaved"])
-def test_a_number_as_group_reaches_the_schedule(name):
+def test_the_size_of_groups_reaches_the_schedule(name):
     layers = [block(seed) for seed in range(4)]
 
     def order(wires):
-        return Pipeline(layers, name, 8, square_loss, stages_per_rank=2, group=4, transport=wires).schedule.to_csv()
+        return Pipeline(
+            layers, name, 8, square_loss, stages_per_rank=2, group_size=4, transport=wires
+        ).schedule.to_csv()
 
-    wanted = ps.build(name, ranks=2, microbatches=8, stages_per_rank=2, group=4).to_csv()
+    wanted = ps.build(name, ranks=2, microbatches=8, stages_per_rank=2, group_size=4).to_csv()
     default = ps.build(name, ranks=2, microbatches=8, stages_per_rank=2).to_csv()
     assert on_ranks(2, order) == [wanted, wanted]
     assert wanted != default

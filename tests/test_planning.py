@@ -13,7 +13,6 @@ from penstock.planning import (
     RecentTables,
     few_microbatches,
     memory_demand,
-    options_of_family,
     plan,
     predict_peaks,
     prove_and_lower,
@@ -287,14 +286,6 @@ ENOUGH = {
 @pytest.mark.parametrize("shape", ENOUGH.values(), ids=ENOUGH)
 def test_enough_microbatches_are_nothing_to_tell(shape):
     assert few_microbatches(prove_and_lower(build(**shape))) is None
-
-
-@pytest.mark.parametrize(
-    ("schedule", "has_group"),
-    [("1f1b", False), ("interleaved-1f1b", True), ("no-such", True), ("1f1b.csv", False), (BACKWARD_FIRST, False)],
-)
-def test_a_group_is_an_option_of_some_families_and_may_be_one_of_an_unknown_family(schedule, has_group):
-    assert ("group" in options_of_family(schedule)) is has_group
 
 
 def test_predicted_bytes_of_shards_are_their_part_and_what_is_gathered():

@@ -186,6 +186,8 @@ def _resolve(
         refuse_unknown(family_options, schedule, find_family(schedule).all_options)
         if options.slices is not None:
             family_options["slices"] = options.slices
+    else:
+        refuse_unknown(family_options, "a schedule that is given whole", ())
     if joined.has_mesh and isinstance(schedule, Schedule | Program):
         require_sizes(joined.places, schedule.num_ranks)
     resolved = resolve_plan(

@@ -35,7 +35,6 @@ from penstock.ir.timeline import Timeline
 from penstock.partition.split import ParameterCounts, describe_split
 from penstock.planning import (
     ScheduleLike,
-    options_of_family,
     predict_peaks,
 )
 from penstock.tables import Screen
@@ -48,11 +47,10 @@ class Pipeline(ModelPart):
     a name, a `Schedule`, a `Program`, or the path of a file. `microbatches`: 8 for a name, else what the schedule is
     for. `loss`: takes the output and the target of a microbatch, and returns one loss, a dict of named ones, a sum with
     its weight, or a `LossOutput`; by default it is that of a model of `from_transformers`, with its `count`. `split`:
-    layers per stage. `process_group`: the ranks, all of them if None; it may be given as `group` too, where a whole
-    number is the option `group` of the schedule's family. `ranks`: how many there must be; 1 without a group is a model
-    of its own in this process. `mesh`: in place of a group, the ranks of a pipeline and of its replicas, a `DeviceMesh`
-    with the dimensions `pipeline` and `data`, of which one may be missing. Further keywords are those of
-    `PipelineOptions`, then options of the schedule's family.
+    layers per stage. `process_group`: the ranks, all of them if None. `ranks`: how many there must be; 1 without a
+    group is a model of its own in this process. `mesh`: in place of a group, the ranks of a pipeline and of its
+    replicas, a `DeviceMesh` with the dimensions `pipeline` and `data`, of which one may be missing. Further keywords
+    are those of `PipelineOptions`, then options of the schedule's family.
 
     Replicas are one job. Each is given rows of its own, whole on each of its ranks. Losses, gradients and their norm
     are those of one process on the rows of all replicas, one replica after another. All start with the parameters and
@@ -84,13 +82,12 @@ class Pipeline(ModelPart):
         stages_per_rank: int | None = None,
         split: Sequence[int] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        group: dist.ProcessGroup | int | None = None,
         ranks: int | None = None,
         mesh: DeviceMesh | Places | None = None,
         **options: Any,
     ) -> None:
         loss, options = with_model_loss(layers, loss, options)
-        joined = join(process_group, group, options, options_of_family(schedule), ranks, mesh)
+        joined = join(process_group, options, ranks, mesh)
         plan = partial(
             Plan,
             joined,

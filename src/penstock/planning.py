@@ -1,6 +1,6 @@
 """Planning on one page: build, check, lower, check, simulate."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -313,14 +313,6 @@ def resolve_plan(
             key="stages_per_rank",
         )
     return whole
-
-
-def options_of_family(schedule: object) -> Collection[str]:
-    """Return the options that a schedule's family knows; of an unknown family `group`, which may be its own."""
-    try:
-        return find_family(schedule).all_options if is_family_name(schedule) else ()
-    except ConfigError:  # `resolve_plan` reports it, once all ranks have joined
-        return ("group",)
 
 
 def _read(path: Path) -> Schedule | Program:

@@ -18,9 +18,9 @@ from penstock.execute.arguments import (
     require,
     require_device,
     require_loss,
+    require_process_group,
     require_schedule,
     require_split,
-    take_process_group,
 )
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
@@ -151,28 +151,12 @@ def test_a_function_is_described_alike_whichever_it_is():
     assert describe_function(None) == "none"
 
 
-def test_a_number_as_group_is_an_option_of_a_family_that_knows_one():
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    for process_group in (None, group):
-        options = {}
+def test_only_a_process_group_is_taken_for_one():
+    require_process_group(None)
+    require_process_group(dist.ProcessGroup(dist.HashStore(), 0, 1))
 
-        assert take_process_group(process_group, 2, options, ["group"]) is process_group
-        assert options == {"group": 2}
-
-
-def test_what_is_no_process_group_is_refused_where_the_family_has_no_such_option():
-    for group, known in ((2, []), (2, ["slices"]), ("gloo", ["group"]), (True, ["group"]), (2.0, ["group"])):
-        refused("expected a process group of torch.distributed", "group", take_process_group, None, group, {}, known)
-        refused("expected a process group", "process_group", take_process_group, group, None, {}, known)
-
-
-def test_a_process_group_is_taken_by_either_name_and_not_by_both():
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-
-    assert take_process_group(None, None, {}) is None
-    assert take_process_group(group, None, {}, ["group"]) is group
-    assert take_process_group(None, group, {}, ["group"]) is group
-    refused("two process groups are given", "process_group", take_process_group, group, group, {}, ["group"])
+    for value in (2, "gloo", True):
+        refused("expected a process group of torch.distributed", "process_group", require_process_group, value)
 
 
 MISTAKES = {

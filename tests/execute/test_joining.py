@@ -147,7 +147,7 @@ def test_threads_hear_of_a_mistake_too_and_may_use_their_transports_again():
 def test_wrong_options_give_way_to_the_defaults_until_all_ranks_have_heard_of_them():
     wires = LocalTransport.create(1, 1.0)[0]
 
-    joined = join(None, "x", {"transport": wires, "seed": -1, "warmup": 3}, [])
+    joined = join("x", {"transport": wires, "seed": -1, "warmup": 3})
 
     assert joined.transport is wires
     assert joined.options.seed is None
@@ -156,7 +156,7 @@ def test_wrong_options_give_way_to_the_defaults_until_all_ranks_have_heard_of_th
 
 def test_an_error_of_one_rank_alone_ends_the_waits_of_the_others():
     def case(wires):
-        joined = join(None, None, {"transport": wires}, [])
+        joined = join(None, {"transport": wires})
         with joined.leaving_on_failure():
             if wires.rank:
                 raise ZeroDivisionError

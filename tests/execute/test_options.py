@@ -26,6 +26,11 @@ def test_a_misspelt_option_names_the_nearest_of_either(given, meant):
         refuse_unknown({given: 1}, "1f1b", ["warmup"])
 
 
+def test_the_name_that_two_options_had_is_refused_with_the_names_that_they_have():
+    with pytest.raises(ConfigError, match=r"the option 'group'. It is process_group where .*, group_size where"):
+        refuse_unknown({"group": 2}, "interleaved-1f1b", ["group_size"])
+
+
 WRONG = {
     "deadline_s": [0, "60", 1e9, math.inf, math.nan],
     "transport": ["gloo", 3],

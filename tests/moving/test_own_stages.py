@@ -239,9 +239,9 @@ def test_unknown_options_are_refused_and_those_of_the_family_taken():
     assert eager == build("1f1b", ranks=2, microbatches=4, warmup="eager")
 
 
-def test_a_number_as_group_is_an_option_of_the_family():
+def test_the_size_of_groups_is_an_option_of_the_family():
     def order(transport):
-        local = PipelineMaker.of(4, {"transport": transport})
+        local = PipelineMaker.of(None, {"transport": transport, "group_size": 4})
         return (
             local.joined.process_group,
             local.schedule("interleaved-1f1b", 8, 2),
@@ -251,8 +251,8 @@ def test_a_number_as_group_is_an_option_of_the_family():
     group, schedule, error = on_ranks(2, order)[0]
 
     assert group is None
-    assert schedule == build("interleaved-1f1b", ranks=2, microbatches=8, stages_per_rank=2, group=4)
-    assert "neither Pipeline nor 1f1b has the option 'group'" in str(error)
+    assert schedule == build("interleaved-1f1b", ranks=2, microbatches=8, stages_per_rank=2, group_size=4)
+    assert "neither Pipeline nor 1f1b has the option 'group_size'" in str(error)
 
 
 def test_a_failure_of_one_rank_is_every_ranks_at_once():

@@ -27,7 +27,7 @@ class Grouping:
         return min(self.g, self.m) >= self.p and (self.m % self.g == 0 or self.m < self.g or self.m % self.g >= self.p)
 
     def timeline(self, name):
-        return timeline(name, self.p, self.m, PARTS, stages_per_rank=self.v, group=self.g)
+        return timeline(name, self.p, self.m, PARTS, stages_per_rank=self.v, group_size=self.g)
 
     def bubble(self, found):
         """Idle time of a timeline by makespan."""

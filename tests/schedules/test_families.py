@@ -21,7 +21,7 @@ FORWARDS = {
     "breadth-depth": ({"ranks": 2, "microbatches": 2, "depth": 2}, "0F0 2F0 0F1 2F1\n1F0 3F0 1F1 3F1"),
     "group-interleaved": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 2F0 2F1 0F2 2F2\n1F0 1F1 3F0 3F1 1F2 3F2"),
     "interleaved-1f1b": (
-        {"ranks": 2, "microbatches": 3, "group": 2},
+        {"ranks": 2, "microbatches": 3, "group_size": 2},
         "0F0 0F1 2F0 2F1 0F2 2F2\n1F0 1F1 3F0 3F1 1F2 3F2",
     ),
     "seq1f1b": ({"ranks": 2, "microbatches": 2, "slices": 2}, "0F0 0F0.1 0F1 0F1.1\n1F0 1F0.1 1F1 1F1.1"),

@@ -21,7 +21,7 @@ def test_a_last_group_that_is_too_short_leaves_its_places_empty():
 
 def test_groups_below_half_of_the_ranks_put_off_their_next_stage():
     assert_grid(
-        build("group-interleaved", ranks=4, microbatches=3, group=1),
+        build("group-interleaved", ranks=4, microbatches=3, group_size=1),
         """
         0F0 0F1 4F0 0F2 4F1 4I0 4W0 4F2 4I1 4W1 0I0 0W0 4I2 4W2 0I1 0W1 0I2 0W2
         1F0 1F1 5F0 1F2 5F1 5I0 5W0 5F2 5I1 5W1 1I0 1W0 5I2 5W2 1I1 1W1 1I2 1W2
@@ -45,7 +45,7 @@ def test_any_number_of_stages_runs():
     ("ranks", "per_rank", "group"), [(4, 2, 2), (4, 2, 3), (4, 3, 2), (4, 3, 4), (5, 2, 3), (6, 3, 4)]
 )
 def test_small_groups_trade_the_bubble_for_memory(ranks, per_rank, group):
-    found = timeline("group-interleaved", ranks, 2 * group, stages_per_rank=per_rank, group=group)
+    found = timeline("group-interleaved", ranks, 2 * group, stages_per_rank=per_rank, group_size=group)
 
     work, bubble = 2 * group * per_rank * 3, (ranks - 1) * 2 + (per_rank - 1) * (ranks - group)
     assert found.makespan_s == pytest.approx(work + bubble)
@@ -61,7 +61,7 @@ def test_groups_of_all_ranks_wait_for_forwards_and_input_parts_alone():
 
 @pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "group_interleaved"))
 def test_the_order_is_that_of_the_authors(key, ranks):
-    assert built("group-interleaved", key, group=sizes(key)["g"]) == ranks
+    assert built("group-interleaved", key, group_size=sizes(key)["g"]) == ranks
 
 
 @pytest.mark.slow

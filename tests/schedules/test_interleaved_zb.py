@@ -21,7 +21,7 @@ def test_in_time_one_action_is_left_of_the_bubble():
 
 def test_small_groups_are_as_in_interleaved_1f1b():
     assert_grid(
-        build("interleaved-zb", ranks=2, microbatches=3, group=2),
+        build("interleaved-zb", ranks=2, microbatches=3, group_size=2),
         """
         0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 0I0 0W0 2F2 0I1 0W1 2I2 2W2 0I2 0W2
         1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1I1 1W0 3F2 3I2 1W1 1I2 3W2 1W2
@@ -68,7 +68,7 @@ def test_every_rank_holds_as_much(ranks, per_rank, microbatches):
 
 @pytest.mark.parametrize("group", [2, 3])
 def test_small_groups_hold_less(group):
-    found = timeline("interleaved-zb", 4, 12, stages_per_rank=3, group=group)
+    found = timeline("interleaved-zb", 4, 12, stages_per_rank=3, group_size=group)
 
     assert found.peak_activations == [2 * group + 4] * 4
 
@@ -80,7 +80,7 @@ def test_the_order_is_that_of_torch(key, ranks):
     group = found["m"] // max(1, found["m"] // found["p"])
 
     assert built("interleaved-zb", key) == ranks
-    assert built("interleaved-zb", key, group=group) == ranks
+    assert built("interleaved-zb", key, group_size=group) == ranks
 
 
 @pytest.mark.slow

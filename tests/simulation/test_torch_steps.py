@@ -25,7 +25,7 @@ ROWS = json.loads((Path(__file__).parents[1] / "data" / "torch_steps.json").read
 def options_of(row):
     """The options with which a family orders as torch does."""
     if row["schedule"] == "interleaved-1f1b":
-        return {"group": -(-row["microbatches"] // max(1, row["microbatches"] // row["ranks"]))}
+        return {"group_size": -(-row["microbatches"] // max(1, row["microbatches"] // row["ranks"]))}
     return {"backward_order": "descending"} if row["schedule"] == "looped-bfs" else {}
 
 

@@ -1,7 +1,7 @@
 """Looks at what `Pipeline` was given before anything is made of it, and says what was expected instead."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
 PROCESS_GROUP = "process_group"
-GROUP = "group"
-"""Means a process group, as everywhere in torch, or an option of some families: how many microbatches make a group."""
 
 
 def layer_list(layers: Any) -> list[Any]:
@@ -140,29 +138,11 @@ def is_time(value: Any) -> bool:
     return is_number and 0 < value <= LONGEST_TIME_S
 
 
-def take_process_group(
-    process_group: Any, group: Any, options: dict[str, Any], known_options: Collection[str] = ()
-) -> dist.ProcessGroup | None:
-    """Return the process group, by whichever name it is given.
-
-    A whole number as `group` is put into the options of the schedule's family, if it knows a group.
-
-    Raises:
-        ConfigError: it is given twice, or is no process group nor such a number.
-    """
-    if isinstance(group, int) and not isinstance(group, bool) and GROUP in known_options:
-        options[GROUP] = group
-        group = None
-    if process_group is not None and group is not None:
-        raise ConfigError("two process groups are given, as process_group and as group; pass one", key=PROCESS_GROUP)
-    key, value = (PROCESS_GROUP, process_group) if group is None else (GROUP, group)
-    if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
-        return value
-    raise ConfigError(
-        f"{described(value)}; expected a process group of torch.distributed"
-        f"{'' if key == PROCESS_GROUP else '. As a number it is an option of some families of schedules'}",
-        key=key,
-    )
+def require_process_group(process_group: Any) -> None:
+    """Make sure that it is a process group, or None. Raises: ConfigError."""
+    if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        text = f"{described(process_group)}; expected a process group of torch.distributed"
+        raise ConfigError(text, key=PROCESS_GROUP)
 
 
 def names_of_children(layers: Any) -> list[str]:

@@ -3,7 +3,7 @@
 A rank that raised before it had joined would leave the others waiting for it until their deadline.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PenstockError, count_of
-from penstock.execute.arguments import PROCESS_GROUP, is_time, is_whole_number, require, take_process_group
+from penstock.execute.arguments import PROCESS_GROUP, is_time, is_whole_number, require, require_process_group
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import SetupReport
 from penstock.execute.options import DEFAULT_DEADLINE_S, PipelineOptions, split_options
@@ -60,16 +60,16 @@ class Joined:
 
     def exchange(self, make: Callable[[], T], tell: Callable[[T], SetupReport]) -> tuple[T, list[SetupReport]]:
         """Do the same, and gather what `tell` says of it on every rank."""
-        made: list[T] = []
+        results: list[T] = []
 
         def report() -> SetupReport:
             if self.refusal is not None:
                 raise self.refusal
-            made.append(make())
-            return tell(made[0])
+            results.append(make())
+            return tell(results[0])
 
-        everyone = self.control.together(report)
-        return made[0], everyone
+        reports = self.control.together(report)
+        return results[0], reports
 
     @contextmanager
     def leaving_on_failure(self) -> Iterator[None]:
@@ -110,38 +110,31 @@ class Joined:
         return ranks_of(self.process_group) if isinstance(self.transport, TorchTransport) else []
 
 
-def join(
-    process_group: Any,
-    group: Any,
-    given: Mapping[str, Any],
-    options_of_family: Collection[str],
-    ranks: Any = None,
-    mesh: Any = None,
-) -> Joined:
+def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mesh: Any = None) -> Joined:
     """Connect to the other ranks, whatever is wrong with the options; every rank of the group calls it.
 
-    `process_group`, `group`, `ranks` and `mesh` are as for `Pipeline`; with a wrong group, the rank joins the default
-    group.
+    `process_group`, `ranks` and `mesh` are as for `Pipeline`, `keywords` are its others; with a wrong group, the rank
+    joins the default group.
 
     Raises:
         ConfigError: on every rank, where a mesh is wrong or is not that of all ranks.
         PeerLost, DeadlineExceeded: if a rank does not come; on a rank whose options are wrong, what is wrong with them.
     """
     try:
-        options, family_options = split_options(given)
-        taken = take_process_group(process_group, group, family_options, options_of_family)
+        options, family_options = split_options(keywords)
+        require_process_group(process_group)
         if mesh is not None:
-            _require_mesh_alone(taken, options)
+            _require_mesh_alone(process_group, options)
         require("ranks", ranks, ranks is None or is_whole_number(ranks, 1), "a whole number, 1 or larger, or None")
         refusal = None
     except PenstockError as error:
-        options, family_options, taken, refusal = _usable(given), {}, None, error
-    is_alone = ranks == 1 and taken is None and refusal is None and mesh is None
+        options, family_options, process_group, refusal = _usable(keywords), {}, None, error
+    is_alone = ranks == 1 and process_group is None and refusal is None and mesh is None
     try:
         if mesh is not None:
-            places, taken = connect_mesh(mesh, options.deadline_s, device=options.device)
+            places, process_group = connect_mesh(mesh, options.deadline_s, device=options.device)
         else:
-            places = Places.of(options.transport or _transport(taken, options, is_alone=is_alone))
+            places = Places.of(options.transport or _transport(process_group, options, is_alone=is_alone))
     except (PeerLost, DeadlineExceeded) as error:
         if refusal is not None:  # with a wrong group, the others met in another one
             raise refusal from error
@@ -150,7 +143,7 @@ def join(
     return Joined(
         options,
         family_options,
-        taken,
+        process_group,
         places,
         refusal,
         is_alone_on_purpose=ranks == 1 or places.num_replicas > 1,
@@ -160,10 +153,10 @@ def join(
 
 def _require_mesh_alone(group: dist.ProcessGroup | None, options: PipelineOptions) -> None:
     """Refuse what says otherwise which ranks there are, or reduces over them. Raises: ConfigError."""
-    others = {"a process group": group, "a transport": options.transport, "reduce_stage": options.reduce_stage}
-    if found := [name for name, value in others.items() if value is not None]:
+    alternatives = {"a process group": group, "a transport": options.transport, "reduce_stage": options.reduce_stage}
+    if conflicts := [name for name, value in alternatives.items() if value is not None]:
         raise ConfigError(
-            f"it goes without {' and '.join(found)}: the mesh says which ranks there are, and gradients are summed "
+            f"it goes without {' and '.join(conflicts)}: the mesh says which ranks there are, and gradients are summed "
             f"along {DATA!r}",
             key=MESH,
         )
@@ -175,18 +168,19 @@ def _transport(group: dist.ProcessGroup | None, options: PipelineOptions, *, is_
     return default_transport(group, options.deadline_s, device=options.device)
 
 
-def _wrong_number(ranks: int | None, found: int) -> ConfigError | None:
-    if ranks in (None, found):
+def _wrong_number(ranks: int | None, num_ranks: int) -> ConfigError | None:
+    if ranks in (None, num_ranks):
         return None
-    advice = f"start them with torchrun --nproc-per-node {ranks}" if found == 1 else f"give a process group of {ranks}"
+    group_advice = f"give a process group of {ranks}"
+    advice = f"start them with torchrun --nproc-per-node {ranks}" if num_ranks == 1 else group_advice
     return ConfigError(
-        f"{ranks}, but the pipeline has {count_of(found, 'rank')} here; {advice}, or leave it out", key="ranks"
+        f"{ranks}, but the pipeline has {count_of(num_ranks, 'rank')} here; {advice}, or leave it out", key="ranks"
     )
 
 
-def _usable(given: Mapping[str, Any]) -> PipelineOptions:
+def _usable(keywords: Mapping[str, Any]) -> PipelineOptions:
     """Of options that were refused, those that decide how the rank joins the others, where they are right."""
-    transport, deadline_s = given.get("transport"), given.get("deadline_s")
+    transport, deadline_s = keywords.get("transport"), keywords.get("deadline_s")
     return PipelineOptions(
         transport=transport if is_transport(transport) else None,
         deadline_s=float(deadline_s) if deadline_s is not None and is_time(deadline_s) else DEFAULT_DEADLINE_S,

@@ -194,11 +194,11 @@ class PipelineOptions:
         )
 
 
-def split_options(given: Mapping[str, Any]) -> tuple[PipelineOptions, dict[str, Any]]:
-    """Return the pipeline's own options, and the rest, which is for the schedule's family."""
-    known = {option.name for option in fields(PipelineOptions)}
-    own = {name: value for name, value in given.items() if name in known}
-    return PipelineOptions(**own), {name: value for name, value in given.items() if name not in known}
+def split_options(keywords: Mapping[str, Any]) -> tuple[PipelineOptions, dict[str, Any]]:
+    """Return the options of the pipeline, and the other keywords, which are for the schedule's family."""
+    names = {option.name for option in fields(PipelineOptions)}
+    pipeline_options = {name: value for name, value in keywords.items() if name in names}
+    return PipelineOptions(**pipeline_options), {name: keywords[name] for name in keywords if name not in names}
 
 
 def _are_pairs(value: object) -> bool:
@@ -213,21 +213,25 @@ def _is_transport(value: object) -> bool:
     return value is None or is_transport(value)
 
 
-ARGUMENTS = ("schedule", "microbatches", "loss", "stages_per_rank", "split", "process_group", "group", "ranks", "mesh")
+ARGUMENTS = ("schedule", "microbatches", "loss", "stages_per_rank", "split", "process_group", "ranks", "mesh")
 """Arguments of `Pipeline` beside its options; a misspelt one arrives here as an unknown option."""
 
 
-def refuse_unknown(given: Mapping[str, Any], family: str, family_options: Collection[str]) -> None:
-    """Refuse what is neither an option of a pipeline nor of the schedule's family.
+_RENAMED = {"group": " It is process_group where it says the ranks, group_size where it counts microbatches."}
+"""Hints for names that options had before."""
+
+
+def refuse_unknown(keywords: Mapping[str, Any], schedule: str, family_options: Collection[str]) -> None:
+    """Refuse what is neither an option of a pipeline nor of the family of its schedule, which `schedule` describes.
 
     Raises:
         ConfigError: naming the nearest that exists.
     """
-    known = [*ARGUMENTS, *(option.name for option in fields(PipelineOptions))]
-    for name in given:
+    names = [*ARGUMENTS, *(option.name for option in fields(PipelineOptions)), *family_options]
+    for name in keywords:
         if name not in family_options:
             raise ConfigError(
-                f"neither Pipeline nor {family} has the option {name!r}.{nearest(name, [*known, *family_options])} "
-                f"{family} takes: {', '.join(family_options) or 'none'}",
+                f"neither Pipeline nor {schedule} has the option {name!r}.{_RENAMED.get(name) or nearest(name, names)} "
+                f"{schedule} takes: {', '.join(family_options) or 'none'}",
                 key=name,
             )

@@ -238,7 +238,7 @@ class Engine:
             schedule,
             loss=self.model.loss_fn,
             split=split,
-            group=self._group,
+            process_group=self._group,
             transport=maker.transport,
             ranks=maker.transport.num_ranks,
             **pipeline_options,

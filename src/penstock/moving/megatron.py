@@ -64,7 +64,7 @@ class ForwardBackward:
         self,
         schedule: str | Path | Schedule | None = None,
         *,
-        group: dist.ProcessGroup | int | None = None,
+        group: dist.ProcessGroup | None = None,
         count_tokens: CountTokens | None = None,
         **options: Any,
     ) -> None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.execute.arguments import GROUP
 from penstock.execute.joining import Joined, join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.options import refuse_unknown
@@ -61,12 +60,9 @@ class PipelineMaker:
     """The options of `PipelineOptions`, as the caller passed them."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | int | None, options: Mapping[str, Any]) -> "PipelineMaker":
-        """Take the transport that `options` name, or a new one; every rank of the group calls it.
-
-        As for `Pipeline`, a whole number as `group` is an option of the schedule's family.
-        """
-        joined = join(None, group, options, [GROUP])
+    def of(cls, group: dist.ProcessGroup | None, options: Mapping[str, Any]) -> "PipelineMaker":
+        """Take the transport that `options` name, or a new one; every rank of the group calls it."""
+        joined = join(group, options)
         joined_options = {"transport", *joined.family_options}
         return cls(joined, {name: options[name] for name in options if name not in joined_options})
 
@@ -128,9 +124,14 @@ class PipelineMaker:
         options = dict(self.options)
         if ties:
             options["tied"] = [*options.get("tied", ()), *ties]
-        group, transport = self.joined.process_group, self.transport
         return Pipeline(
-            layers, schedule, loss=loss, group=group, ranks=transport.num_ranks, transport=transport, **options
+            layers,
+            schedule,
+            loss=loss,
+            process_group=self.joined.process_group,
+            ranks=self.transport.num_ranks,
+            transport=self.transport,
+            **options,
         )
 
 

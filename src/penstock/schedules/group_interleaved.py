@@ -19,7 +19,7 @@ from penstock.schedules.options import Number, Options
 
 def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F, I and W in turn, then the backwards that are left."""
-    groups = Groups.of_size(options.number("group", shape.num_ranks), shape)
+    groups = Groups.of_size(options.number("group_size", shape.num_ranks), shape)
     return interleave("group-interleaved", shape, groups, skew=1, held_weights=0)
 
 
@@ -32,9 +32,10 @@ FAMILY = Family(
     bubble="(p-1)(F+B) of a stage, with B the input gradient, if all groups, also the last, have p or more; "
     "(p-g)(v-1)F more for p/2 <= g < p, F=B=W, if g divides m",
     memory="at most min(vm, (v-1)g + p - s), in stages, for groups of g >= p/2, and as much if g, p <= m",
-    advice="interleaving in less memory: group=p holds p - 1 stages less than interleaved-1f1b, group=p/2 about half",
+    advice="interleaving in less memory: group_size=p holds p - 1 stages less than interleaved-1f1b, "
+    "group_size=p/2 about half",
     generate=generate,
     stages_per_rank=(2, 0),
-    options={"group": Number("p", "microbatches that run on a stage before the rank's next stage")},
+    options={"group_size": Number("p", "microbatches that run on a stage before the rank's next stage")},
     example=(2, 4),
 )

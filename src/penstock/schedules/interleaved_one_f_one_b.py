@@ -11,8 +11,8 @@ turns are those of `interleaving`. With v stages per rank, rank s warms up with 
 Megatron-LM. A last group that is shorter leaves a part of its turns empty; PyTorch's groups, of m / max(1, m // p),
 avoid that for a longer warm-up.
 
-A `group` below p saves memory, at the price of waiting: the rank then warms up with (v-1)g + p-s-1 forwards, since with
-the longer warm-up its first forward of a second stage and its backwards would wait for each other.
+A `group_size` below p saves memory, at the price of waiting: the rank then warms up with (v-1)g + p-s-1 forwards, since
+with the longer warm-up its first forward of a second stage and its backwards would wait for each other.
 """
 
 from penstock.ir.schedule import Schedule
@@ -23,7 +23,7 @@ from penstock.schedules.options import Number, Options, flag
 
 def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F and B in turn, then the backwards that are left."""
-    groups = Groups.of_size(options.number("group", shape.num_ranks), shape)
+    groups = Groups.of_size(options.number("group_size", shape.num_ranks), shape)
     is_short = len(groups.sizes) > 1 and groups.sizes[0] < shape.num_ranks
     skew = None if options.is_on("all_forward_first") else 1 if is_short else 2
     return interleave("interleaved-1f1b", shape, groups, skew)
@@ -42,7 +42,7 @@ FAMILY = Family(
     generate=generate,
     stages_per_rank=(2, 0),
     options={
-        "group": Number(
+        "group_size": Number(
             "p",
             "microbatches that run on a stage before the next one of the rank; below p less memory, a longer bubble",
         ),

@@ -18,8 +18,8 @@ from penstock.schedules.options import Number, Options
 
 def generate(shape: Shape, options: Options) -> Schedule:
     """Order warm-up forwards, then F, I and a delayed W in turn, then what is left."""
-    is_given = "group" in options.given
-    groups = Groups.of_size(options.number("group", 1), shape) if is_given else Groups.even(shape)
+    is_given = "group_size" in options.given
+    groups = Groups.of_size(options.number("group_size", 1), shape) if is_given else Groups.even(shape)
     return interleave("interleaved-zb", shape, groups, skew=1, held_weights=1)
 
 
@@ -37,7 +37,7 @@ FAMILY = Family(
     generate=generate,
     stages_per_rank=(2, 0),
     options={
-        "group": Number(
+        "group_size": Number(
             "m / max(1, m // p)",
             "microbatches that run on a stage before the next one of the rank; below p less memory, a longer bubble",
         )
