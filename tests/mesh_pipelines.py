@@ -8,8 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import PreSplit
-from penstock.execute.replicas.mesh import local_mesh
+from penstock.execute.replicas.mesh import MeshRanks
 from penstock.execute.transport import LocalTransport
+from penstock.execute.transport.places import DATA, Places
+from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.execute.values.tensors import is_dtensor, local_part
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import MAX_WAIT_S, WIDTH, float_layers, is_same, named, on_threads, square_loss, values
@@ -19,6 +21,27 @@ FLOAT = torch.float64
 MICROBATCHES = 4
 """Of a replica."""
 TOLERANCE = 1e-12
+
+
+def local_mesh(*, pipeline=1, data=1, deadline_s=60.0, connect=LocalTransport.create):
+    """Connect ranks that are threads of this process, one replica after another: each passes its own as `mesh`.
+
+    Each rank passes layers of its own.
+    """
+    ranks = MeshRanks([[replica * pipeline + place for place in range(pipeline)] for replica in range(data)])
+    names = ranks.names()
+
+    def transports(indices):
+        return connect(len(indices), deadline_s, names=names.select(indices))
+
+    pipelines = [transports(range(replica * pipeline, (replica + 1) * pipeline)) for replica in range(data)]
+    along_data = [transports(range(place, data * pipeline, pipeline)) for place in range(pipeline)]
+    meshes = [mesh_without_groups(DATA, data, replica) for replica in range(data)]
+    return [
+        Places(pipelines[replica][place], along_data[place][replica] if data > 1 else None, names, meshes[replica])
+        for replica in range(data)
+        for place in range(pipeline)
+    ]
 
 
 def on_mesh(pipeline, data, case, *args, deadline_s=MAX_WAIT_S, connect=LocalTransport.create):

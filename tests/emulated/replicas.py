@@ -6,7 +6,6 @@ from torch import nn
 from penstock.checkpoints.loading import load_checkpoint
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import PipelineError
-from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.places import Places
 from penstock.execute.undocumented_backends import mesh_without_groups
@@ -15,6 +14,7 @@ from penstock.pipeline import Pipeline
 from tests.emulated.pipelines import DEADLINE_S, RankGroup
 from tests.emulated.rank_threads import store_of_scenario
 from tests.local_pipelines import float_layers, square_loss, values
+from tests.mesh_pipelines import local_mesh
 
 MICROBATCHES, ROWS, WIDTH = 4, 8, 6
 HARMFUL_CALL = 3

@@ -5,11 +5,10 @@ from torch import nn
 
 from penstock.execute.control.collectives import Control
 from penstock.execute.parameters.gathered import blocks_of
-from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.values.tensors import is_dtensor, local_part
 from tests.local_pipelines import settle
-from tests.mesh_pipelines import on_mesh
+from tests.mesh_pipelines import local_mesh, on_mesh
 
 
 class Scaled(nn.Linear):

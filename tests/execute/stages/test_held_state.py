@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.execute.replicas.mesh import local_mesh
 from penstock.execute.stages.assemble import assemble
 from penstock.execute.stages.held_state import count_parameters, described_state, held_tensors, require_equal_replicas
 from penstock.execute.stages.stage import Stage
 from penstock.placement import Placement
 from tests.local_pipelines import error_of
+from tests.mesh_pipelines import local_mesh
 
 
 def stage(*modules):

@@ -7,7 +7,7 @@ A mesh of some ranks of the default group skips the meeting: the others may be i
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.transport.torch_dist import meet_with_meshes
 from penstock.execute.transport.torchrun import join_default_group
 from penstock.execute.transport.world import group_transport
-from penstock.execute.undocumented_backends import mesh_without_groups
 
 MESH = "mesh"
 DIMENSIONS = (DATA, PIPELINE)
@@ -162,33 +161,6 @@ def _compare(reports: Sequence[dict[str, Any]]) -> None:
             raise ConfigError(
                 f"rank 0 has {first_mesh}, rank {rank} has {rank_mesh}; give every rank one mesh", key=MESH
             )
-
-
-def local_mesh(
-    *,
-    pipeline: int = 1,
-    data: int = 1,
-    deadline_s: float = 60.0,
-    connect: Callable[..., list[LocalTransport]] = LocalTransport.create,
-) -> list[Places]:
-    """Connect ranks that are threads of this process, one replica after another: each passes its own as `mesh`.
-
-    Each rank passes layers of its own.
-    """
-    ranks = MeshRanks([[replica * pipeline + place for place in range(pipeline)] for replica in range(data)])
-    names = ranks.names()
-
-    def transports(indices: range) -> list[LocalTransport]:
-        return connect(len(indices), deadline_s, names=names.select(indices))
-
-    pipelines = [transports(range(replica * pipeline, (replica + 1) * pipeline)) for replica in range(data)]
-    along_data = [transports(range(place, data * pipeline, pipeline)) for place in range(pipeline)]
-    meshes = [mesh_without_groups(DATA, data, replica) for replica in range(data)]
-    return [
-        Places(pipelines[replica][place], along_data[place][replica] if data > 1 else None, names, meshes[replica])
-        for replica in range(data)
-        for place in range(pipeline)
-    ]
 
 
 def require_sizes(places: Places, num_ranks: int) -> None:
