@@ -166,7 +166,7 @@ def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
     )
     assembly = replace(assembly, shared_buffers=plan.shared_buffers)
     assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
-    named_layers = [named for stage in assembly.stages for named in stage.layers.items()]
+    named_layers = [item for stage in assembly.stages for item in stage.layers.items()]
     refuse_renormalized(named_layers, assembly.tied_copies.values())
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
     if places.data is not None or options.is_sharded:

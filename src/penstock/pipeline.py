@@ -274,8 +274,8 @@ class Pipeline(ModelPart):
             self.layer_weights,
             ParameterCounts.of_ranks([report["parameters"] for report in self._reports]),
             Screen(width),
-            late_shares={stage: 1 - found.share for stage, found in early.items()},
-            reasons={stage: found.reasons for stage, found in early.items()},
+            late_shares={stage: 1 - weights.share for stage, weights in early.items()},
+            reasons={stage: weights.reasons for stage, weights in early.items()},
         )
 
     @collective

@@ -212,7 +212,7 @@ def test_what_is_one_object_on_a_rank_may_be_replaced_by_one_object():
 
     assert own.refresh()
     assert not own.refresh()
-    assert own.named[0][1] is first.weight
+    assert own.named_parameters[0][1] is first.weight
     first.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     error = error_of(own.refresh)
     assert isinstance(error, ConfigError)
@@ -226,4 +226,4 @@ def test_a_parameter_that_becomes_parametrized_is_noticed():
     nn.utils.parametrizations.weight_norm(layers[0][1])
 
     assert own.refresh()
-    assert "0.1.parametrizations.weight.original0" in dict(own.named)
+    assert "0.1.parametrizations.weight.original0" in dict(own.named_parameters)

@@ -154,7 +154,7 @@ class PipelineOptions:
         is_limit = self.data_warn_s is None or is_time(self.data_warn_s)
         require("data_warn_s", self.data_warn_s, is_limit, f"{TIME_RULE}, or None")
         require("clock", self.clock, isinstance(self.clock, Clock), "a penstock Clock")
-        is_list = isinstance(self.observers, Sequence) and all(isinstance(each, Observer) for each in self.observers)
+        is_list = isinstance(self.observers, Sequence) and all(isinstance(look, Observer) for look in self.observers)
         require("observers", self.observers, is_list, "a list of penstock Observers")
         is_number = self.residency is None or is_whole_number(self.residency, 1)
         require("residency", self.residency, is_number, "1 or more stages of a rank that may be whole, or None for all")

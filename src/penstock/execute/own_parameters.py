@@ -24,13 +24,13 @@ class OwnParameters:
         self._assembly = assembly
         self._is_sharded = is_sharded
         self._layers = assembly.layers
-        self._take_in()
+        self._read_parameters()
 
-    def _take_in(self) -> None:
-        self.named = self._assembly.named_parameters()
+    def _read_parameters(self) -> None:
+        self.named_parameters = self._assembly.named_parameters()
         """Each once, with its name in the unsplit model."""
         self._by_name = self._assembly.parameters_by_name()
-        self._snapshot, self._held = ModuleSnapshot(self._layers), self._look()
+        self._snapshot, self._entries = ModuleSnapshot(self._layers), self._look()
 
     def refresh(self) -> bool:
         """Look which parameters were replaced since the last look; return whether any was.
@@ -40,14 +40,14 @@ class OwnParameters:
                 any was, or one has hooks, with shards.
         """
         if self._is_sharded:
-            refuse_hooks(self.named)
+            refuse_hooks(self.named_parameters)
         if self._snapshot.is_current():
             return False
         if self._is_sharded:
             self._refuse_others()
         self._require_ties()
-        is_replaced = any(getattr(module, name, None) is not parameter for module, name, parameter in self._held)
-        self._take_in()
+        is_replaced = any(getattr(module, name, None) is not parameter for module, name, parameter in self._entries)
+        self._read_parameters()
         return is_replaced
 
     def _look(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -58,17 +58,17 @@ class OwnParameters:
         ]
 
     def _refuse_others(self) -> None:
-        found, held = (
-            {(id(module), name): each for module, name, each in named} for named in (self._look(), self._held)
+        new_params, old_params = (
+            {(id(module), name): param for module, name, param in entries} for entries in (self._look(), self._entries)
         )
-        names = {id(parameter): name for name, parameter in self.named}
-        for key in dict.fromkeys([*held, *found]):
-            if found.get(key) is held.get(key):
+        names = {id(parameter): name for name, parameter in self.named_parameters}
+        for key in dict.fromkeys([*old_params, *new_params]):
+            if new_params.get(key) is old_params.get(key):
                 continue
-            what = repr(names[id(held[key])]) if key in held else f"a parameter {key[1]!r}"
+            shown = repr(names[id(old_params[key])]) if key in old_params else f"a parameter {key[1]!r}"
             raise ConfigError(
-                f"{what} was replaced, added or removed after the pipeline was made, whose parameters are sharded over "
-                "replicas; change values by pipeline.load_state_dict() or in place, or make a new Pipeline",
+                f"{shown} was replaced, added or removed after the pipeline was made, whose parameters are sharded "
+                "over replicas; change values by pipeline.load_state_dict() or in place, or make a new Pipeline",
                 key="layers",
             )
 
@@ -79,7 +79,7 @@ class OwnParameters:
         the other one as they were. And by its name, clipping and checkpoints know that a parameter is a copy.
         """
         tied = {id(parameter) for copy in self._assembly.tied_copies.values() for parameter in copy.parameters.values()}
-        names = {id(parameter): name for name, parameter in self.named}
+        names = {id(parameter): name for name, parameter in self.named_parameters}
         by_name = self._assembly.parameters_by_name()
         still_held = set(map(id, by_name.values()))
         successors: dict[int, object] = {}
@@ -107,13 +107,13 @@ class OwnParameters:
                 )
 
 
-def refuse_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+def refuse_hooks(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse hooks of parameters that are sharded: between forward and backward, others are in their place.
 
     Raises:
         ConfigError: naming the parameter.
     """
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         if has_hooks(parameter) or has_accumulation_hooks(parameter):
             raise ConfigError(
                 f"{name!r} has a hook, which cannot see its gradient where it is sharded over replicas; remove it, and "

@@ -100,9 +100,9 @@ class RankParameters:
         """By tied group."""
         self.reduce_stage, self._optimizer_step = options.reduce_stage, options.optimizer_step
         attribute = options.gradient_attribute
-        self._own = OwnParameters(assembly)
+        self._module_parameters = OwnParameters(assembly)
         if attribute == MAIN_GRAD:
-            have_main(parameter for _, parameter in self._own.named)
+            have_main(parameter for _, parameter in self._module_parameters.named_parameters)
         self._trained = 0
         self.is_synced = self.sums_tied = True
         """Whether gradients are averaged over replicas, and those of tied parameters summed over ranks; see `Step`."""
@@ -122,33 +122,32 @@ class RankParameters:
         data = self._control.places.data
         for unit in self.units:
             if data is not None:
-                share_all(data, [each for each in held_tensors(unit.stages) if early_rows(each) is None])
-            if isinstance(unit.layout, Sharded):
-                self._shard(unit.layout, unit.stages, unit.gradients.attribute)
+                share_all(data, [tensor for tensor in held_tensors(unit.stages) if early_rows(tensor) is None])
+            if shard_of := unit.layout.shard():
+                self._take_shards(shard_of, unit)
         for copy in self.copies.values():
             copy.share_values(self._control.transport)
         if self._mesh is not None:
-            self._own = OwnParameters(self._assembly, is_sharded=True)
+            self._module_parameters = OwnParameters(self._assembly, is_sharded=True)
 
-    def _shard(self, layout: Sharded, stages: Sequence[Stage], attribute: str) -> None:
-        shard_of = layout.shard()
-        if attribute == MAIN_GRAD:
+    def _take_shards(self, shard_of: Mapping[nn.Parameter, nn.Parameter], unit: Unit) -> None:
+        if unit.gradients.attribute == MAIN_GRAD:
             have_main(shard_of.values())
         for group, copy in self.copies.items():
-            named = {name: shard_of.get(parameter, parameter) for name, parameter in copy.parameters.items()}
-            self.copies[group] = replace(copy, parameters=named)
-        for stage in stages:
+            shards_by_name = {name: shard_of.get(parameter, parameter) for name, parameter in copy.parameters.items()}
+            self.copies[group] = replace(copy, parameters=shards_by_name)
+        for stage in unit.stages:
             stage.parameters()  # what it has noted of the modules holds whole parameters alive
 
     @contextmanager
     def no_sync(self, *, tied: bool) -> Iterator[None]:
         """Average no gradients over replicas in the steps within; without `tied`, sum none over ranks either."""
-        before = self.is_synced, self.sums_tied
+        outer = self.is_synced, self.sums_tied
         self.is_synced, self.sums_tied = False, self.sums_tied and tied
         try:
             yield
         finally:
-            self.is_synced, self.sums_tied = before
+            self.is_synced, self.sums_tied = outer
 
     def proposed(self, *, is_training: bool) -> dict[str, Any]:
         """Return the fields of a `StepProposal` that say which parameters a step trains, and how."""
@@ -160,7 +159,7 @@ class RankParameters:
     def refresh(self) -> PenstockError | None:
         """Take in parameters that were replaced; return why they cannot be trained in the next step, if they cannot."""
         try:
-            self._own.refresh()
+            self._module_parameters.refresh()
             for copy in self.copies.values():
                 copy.refuse_hooks()
             if not self.is_synced and self.sums_tied:
@@ -171,10 +170,9 @@ class RankParameters:
 
     def held(self) -> Held:
         """Return what is held now beside the parameters of the modules and their gradients."""
-        sharded = {unit.stages[0].index: unit.layout for unit in self.units if isinstance(unit.layout, Sharded)}
-        held = {stage: layout.held() for stage, layout in sharded.items()}
-        parameters = {stage: own for stage, (own, _) in held.items()}
-        gradients = {stage: own for stage, (_, own) in held.items()}
+        tensors_of_units = {unit.stages[0].index: unit.layout.held() for unit in self.units}
+        parameters = {stage: tensors for stage, (tensors, _) in tensors_of_units.items()}
+        gradients = {stage: tensors for stage, (_, tensors) in tensors_of_units.items()}
         if self._exchanges is None:
             return Held(parameters, gradients)
         kept_bytes = 0 if self.is_sharded else self._exchanges.kept_bytes
@@ -185,14 +183,14 @@ class RankParameters:
 
         `ALL_FROZEN` if none does, 0 without parameters.
         """
-        needed = "".join(["01"[parameter.requires_grad] for _, parameter in self._own.named])
+        needed = "".join(["01"[parameter.requires_grad] for _, parameter in self._module_parameters.named_parameters])
         return digest(needed) if "1" in needed else ALL_FROZEN * bool(needed)
 
     def agree_on_tied(self, trained: int) -> None:
         """Compare the copies of tied parameters once more if any rank trains others than in the step before."""
         if trained != self._trained:
-            everyone = self._control.all_gather_object(described_copies(self.copies))
-            require_equal_kinds(everyone, self._control.names)
+            copies_of_ranks = self._control.all_gather_object(described_copies(self.copies))
+            require_equal_kinds(copies_of_ranks, self._control.names)
             self._trained = trained
 
     @contextmanager
@@ -204,7 +202,7 @@ class RankParameters:
                 if step.is_training:
                     unit.gradients.begin_step()
                     copies = [self.copies[group] for group in unit.tied_groups] if step.sums_tied else ()
-                    unit.shared_gradients.set_aside(each for copy in copies for each in copy.trained().values())
+                    unit.shared_gradients.set_aside(param for copy in copies for param in copy.trained().values())
             yield
         except BaseException:
             for unit in self.units:
@@ -228,12 +226,12 @@ class RankParameters:
             self._optimizer_step()
 
     def _unit(self, stages: Sequence[Stage], attribute: str) -> Unit:
-        held = {id(each) for stage in stages for each in (*stage.parameters(), *stage.modules)}
-        tied = {
+        local_ids = {id(part) for stage in stages for part in (*stage.parameters(), *stage.modules)}
+        ids_by_group = {
             group: {*map(id, copy.parameters.values()), *map(id, copy.layers)} for group, copy in self.copies.items()
         }
-        groups = [group for group, own in tied.items() if held & own]
-        is_tied = frozenset[int]().union(*(tied[group] for group in groups))
+        groups = [group for group, ids in ids_by_group.items() if local_ids & ids]
+        tied_ids = frozenset[int]().union(*(ids_by_group[group] for group in groups))
         parts = {stage.index: StageParts(stage.parameters, stage.modules) for stage in stages}
         if self._mesh is not None:
             assert self._exchanges is not None
@@ -245,9 +243,9 @@ class RankParameters:
         layout: ParameterLayout
         modules = {stage.index: wrapped(stage.modules) for stage in stages}
         if self._exchanges is not None:
-            layout = Summed(parts, gradients, is_tied, self._exchanges)
+            layout = Summed(parts, gradients, tied_ids, self._exchanges)
         elif any(modules.values()):
-            layout = Averaged(modules, gradients, is_tied, lambda: self._control.transport.deadline_s)
+            layout = Averaged(modules, gradients, tied_ids, lambda: self._control.transport.deadline_s)
         else:
             layout = ParameterLayout()
         return Unit(stages, gradients, layout, groups, gradients)
@@ -257,8 +255,8 @@ def sharing(stages: Iterable[Stage]) -> list[list[Stage]]:
     """Put together the stages of a rank that share parameters."""
     groups: list[list[Stage]] = []
     for stage in stages:
-        own = set(map(id, stage.parameters()))
-        joined = [group for group in groups if own.intersection(map(id, _parameters(group)))]
+        ids = set(map(id, stage.parameters()))
+        joined = [group for group in groups if ids.intersection(map(id, _parameters(group)))]
         groups = [group for group in groups if group not in joined] + [[*chain(*joined), stage]]
     return groups
 
@@ -268,14 +266,14 @@ def units_report(assembly: Assembly) -> SetupReport:
     return {"units": [sorted(stage.index for stage in stages) for stages in sharing(assembly.stages)]}
 
 
-def units_of(everyone: Sequence[SetupReport]) -> Units:
+def units_of(reports: Sequence[SetupReport]) -> Units:
     """Return the units of several stages that all ranks have told of."""
-    return tuple(sorted({tuple(unit) for theirs in everyone for unit in theirs["units"] if len(unit) > 1}))
+    return tuple(sorted({tuple(unit) for report in reports for unit in report["units"] if len(unit) > 1}))
 
 
 def _parameters(stages: Iterable[Stage]) -> list[nn.Parameter]:
-    """The parameters that some stages hold now, each once."""
-    return list({id(each): each for stage in stages for each in stage.parameters()}.values())
+    """Return the parameters that some stages hold now, each once."""
+    return list({id(param): param for stage in stages for param in stage.parameters()}.values())
 
 
 def _require_whole_sums(copies: Mapping[int, TiedCopy], reduce_stage: Callable[[int], None] | None) -> None:

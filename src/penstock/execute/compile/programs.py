@@ -9,7 +9,6 @@ from penstock.execute.observing.observer import Observer
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.overlap import overlapping
-from penstock.execute.parameters.sharded import Sharded
 from penstock.execute.session import Session
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.stages.randomness import Randomness, default_generators
@@ -78,9 +77,9 @@ class CompiledPrograms:
             self._longest_wait_s,
         )
         stores = {stage: unit.gradients for stage, unit in units}
-        copied = {stage: unit.layout.copied for stage, unit in units if isinstance(unit.layout, Sharded)}
+        copiers = {stage: copier for stage, unit in units if (copier := unit.layout.copier()) is not None}
         assembly = session.assembly
-        return compose_stages(program, assembly.stages, assembly.skips, randomness, stores, copied)
+        return compose_stages(program, assembly.stages, assembly.skips, randomness, stores, copiers)
 
     def _changes(self, program: Program, first_row: int) -> list[Change]:
         """Return the change of calls that the user's hook for overlapped pairs asks for, if any."""

@@ -5,10 +5,11 @@ REDUCE_GRAD    launches a reduction; REDUCE_TIED, STEP and the end of the progra
 RESHARD        drops what was gathered
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.execute.replicas.exchanges import ReplicaExchanges, Serial
 from penstock.execute.replicas.first_replica import Share
@@ -47,6 +48,18 @@ class ParameterLayout:
 
     launches = False
     """Whether `unshard` and `reduce` return tickets; else they are done when they return."""
+
+    def shard(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Keep this replica's part of the parameters alone; return, by parameter, what modules hold in its place."""
+        return {}
+
+    def held(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return parameters and gradients that are held beside those of the modules."""
+        return (), ()
+
+    def copier(self) -> Callable[[Any], Any] | None:
+        """Return what copies the tensors of a value that lie in memory which `reshard` drops; None where none do."""
+        return None
 
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Begin a step; unless `is_synced`, replicas reduce none but those of tied parameters, if these are summed."""

@@ -80,6 +80,9 @@ class Sharded(ParameterLayout):
         all_gradients = [*self._sums, *(gradient for gradient in gradients if gradient is not None)]
         return [*(block.local_part for block in self._blocks), *unsharded], all_gradients
 
+    def copier(self) -> Callable[[Any], Any]:
+        return self.copied
+
     def copied(self, value: Any) -> Any:
         """Return a value with copies of its tensors that lie in whole parameters, as outputs that views of them are."""
         memory = {block.address for block in self._blocks}
