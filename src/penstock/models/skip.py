@@ -2,23 +2,12 @@
 
 import threading
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from penstock.errors import ConfigError, PenstockError
-
-
-class SkipBuffer(Protocol):
-    """Holds values between the layer that puts them and those that get them."""
-
-    def put(self, name: str, value: Any) -> None:
-        """Keep a value under a name."""
-        ...
-
-    def get(self, name: str) -> Any:
-        """Return what was put under a name; every time the same."""
-        ...
+from penstock.skipping import SkipBuffer
 
 
 class Skip(nn.Module):

@@ -11,11 +11,11 @@ from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.stages.auxiliary import Auxiliary
 from penstock.execute.stages.carried import Carrying
 from penstock.execute.stages.feature import OutlivingPart, has_methods
-from penstock.execute.stages.skips import Skipping
 from penstock.execute.transport import LocalTransport
 from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.models import AuxiliaryLoss, Carry, Skip
 from penstock.pipeline import Pipeline
+from penstock.skipping import Skipping
 from tests.local_pipelines import WIDTH, on_ranks, square_loss
 
 PROTOCOLS = {Auxiliary: AuxiliaryLoss("size", weight=0.1), Skipping: Skip("features"), Carrying: Carry()}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.execute.stages.skips import SkipBuffer, SkipPart, StageSkips, open_at, skip_names
+from penstock.execute.stages.skips import SkipPart, StageSkipBuffer, StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
 from penstock.models import Skip
 from tests.one_stage import OneStage
@@ -177,7 +177,7 @@ def test_layers_are_left_alone_after_a_forward_that_failed():
 
 
 def buffer_of(**arrived):
-    return SkipBuffer(arrived, "stage 3")
+    return StageSkipBuffer(arrived, "stage 3")
 
 
 def test_a_second_value_of_one_name_is_refused():

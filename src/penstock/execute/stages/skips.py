@@ -11,7 +11,7 @@ the first step: of the layers that hold a name, the first puts and the others ge
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +19,10 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.execute.stages.feature import ForwardPart, modules_with
 from penstock.execute.values.tree import map_leaves, needing_gradient
+from penstock.skipping import Skipping
 
 
-class Skipping(Protocol):
-    """A module of a layer that hands something on to later layers, such as `ps.Skip`."""
-
-    name: str
-
-    def begin_skips(self, buffer: "SkipBuffer") -> None:
-        """Begin a forward or a backward of the layer; what it puts and gets is in this buffer."""
-        ...
-
-    def end_skips(self) -> None:
-        """End what was begun, even if it failed."""
-        ...
-
-
-class SkipBuffer:
+class StageSkipBuffer:
     """The values between the layers that put and those that get, of one microbatch (or slice) on one stage."""
 
     def __init__(self, arrived: Mapping[str, Any], place: str) -> None:
@@ -129,7 +116,7 @@ class StageSkips:
         return not (self._modules or self.arriving or self.leaving)
 
     @contextmanager
-    def on(self, buffer: SkipBuffer) -> Iterator[None]:
+    def on(self, buffer: StageSkipBuffer) -> Iterator[None]:
         """Let the layers put into this buffer and get from it, in a forward or in its backward."""
         for module in self._modules:
             module.begin_skips(buffer)
@@ -145,13 +132,13 @@ class SkipPart(ForwardPart):
 
     def __init__(self, skips: StageSkips) -> None:
         self._skips = skips
-        self.buffer = SkipBuffer({}, skips.place)
+        self.buffer = StageSkipBuffer({}, skips.place)
 
     def arrive(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._skips.arriving:
             return inputs
         output, arrived = inputs[0]
-        self.buffer = SkipBuffer(arrived, self._skips.place)
+        self.buffer = StageSkipBuffer(arrived, self._skips.place)
         return (output,)
 
     def around_forward(self) -> AbstractContextManager[None]:

@@ -28,7 +28,7 @@ from penstock.execute.stages.auxiliary import Auxiliary, take_all
 from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.layers import Layer, layer_names
 from penstock.execute.stages.signatures import taken_keywords
-from penstock.execute.stages.skips import SkipBuffer, StageSkips, skip_names
+from penstock.execute.stages.skips import StageSkipBuffer, StageSkips, skip_names
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_device, default_transport
 from penstock.execute.values.tree import as_graph_leaves, flatten, map_leaves
@@ -186,7 +186,7 @@ class _LayerWork:
         self._own_skips = skip_names(module)
         self._skips = StageSkips([module])
         self._auxiliary: list[Auxiliary] = modules_with([module], Auxiliary)
-        self._buffer = SkipBuffer({}, "")
+        self._buffer = StageSkipBuffer({}, "")
         self.output: Any = None
         """The output of the last forward, without its graph."""
         self.held_skips: dict[str, Any] = {}
@@ -195,7 +195,7 @@ class _LayerWork:
     def forward(self) -> list[Tensor]:
         """Run the layer on leaves of its own, as a stage does; return where its backward begins."""
         args, skips = as_graph_leaves(self._inputs)
-        self._buffer = SkipBuffer(skips, "")
+        self._buffer = StageSkipBuffer(skips, "")
         for module in self._auxiliary:
             module.begin()
         with self._skips.on(self._buffer):
