@@ -215,7 +215,7 @@ class Admission:
     def _cut_batch(self, call: StepRequest, mode: Mode) -> Batch:
         self._check_arguments(call)
         form = self._form(call)
-        rule = replace(self.rule, takes_any_size=not mode.is_training)
+        rule = self.rule if mode.is_training else replace(self.rule, takes_any_size=True)
         # The batch is cut as it was passed, which is how specs name its parts, and its parts are bound then.
         microbatches = list(map(self._bind, rule.microbatches(call.args, call.kwargs, call.target)))
         values = flatten((call.args, dict(call.kwargs), call.target))[0]

@@ -121,7 +121,7 @@ class LossMaker:
 
     def __init__(self, loss: Loss | None, weights: LossWeights, scale: Scale | None, *, is_last: bool) -> None:
         self._loss = loss
-        self._weights = weights
+        self._weights, self._row_weights = weights, weights.of_rows
         self._scale = scale
         self._is_last = is_last
         self.has_loss = loss is not None
@@ -155,7 +155,7 @@ class LossMaker:
             len(batch.slices[0]),
             loss,
             shares,
-            weights.of_rows.shares_of(rows, rows_of_job),
+            self._row_weights.shares_of(rows, rows_of_job),
             takes_weight=self._takes_weight,
             weigh_nothing=not any(shares.weights) and (job is None or not job.count),
             scale=self._scale,
@@ -163,7 +163,7 @@ class LossMaker:
         )
 
     def _measure(self, batch: Batch, agreed: AgreedStep) -> tuple[LossCounts, LossCounts]:
-        rows = self._weights.of_rows.measure(batch.microbatches, batch.slices)
+        rows = self._row_weights.measure(batch.microbatches, batch.slices)
         # The other ranks may have no target to count.
         is_counting = self._is_last and self._loss is not None and (agreed.is_training or batch.has_target)
         if is_counting and self._may_ignore and self._weights.counted is None:
