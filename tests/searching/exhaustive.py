@@ -18,7 +18,8 @@ def optimum(problem, *, by_span=False, may_wait=0):
 class _Tries:
     def __init__(self, problem, by_span, may_wait):
         self.by_span, self.may_wait, self.best = by_span, may_wait, math.inf
-        for name in ("rank", "seconds", "source", "saved", "lag_s", "link", "wire_s", "taken", "freed", "limit"):
+        columns = ("rank", "seconds", "source", "activation_source", "lag_s", "link", "wire_s", "limit")
+        for name in (*columns, "taken_bytes", "freed_bytes"):
             setattr(self, name, getattr(problem, name).tolist())
         self.launch_s = problem.launch_s
         ranks, count = range(problem.num_ranks), problem.num_actions
@@ -49,10 +50,10 @@ class _Tries:
 
     def _next(self, last):
         for action in self.todo:
-            rank, source, saved = self.rank[action], self.source[action], self.saved[action]
-            if any(each != NONE and each in self.todo for each in (source, saved)):
+            rank, source = self.rank[action], self.source[action]
+            if any(each != NONE and each in self.todo for each in (source, self.activation_source[action])):
                 continue
-            if self.held[rank] + self.taken[action] > self.limit[rank]:
+            if self.held[rank] + self.taken_bytes[action] > self.limit[rank]:
                 continue
             at = self.free[rank]
             if source != NONE and self.rank[source] != rank:
@@ -70,7 +71,7 @@ class _Tries:
         self.first[rank] = min(self.first[rank], at)
         self.free[rank] = self.end[action] = self.arrival[action] = end
         self.left[rank] -= self.seconds[action]
-        self.held[rank] += self.taken[action] - self.freed[action]
+        self.held[rank] += self.taken_bytes[action] - self.freed_bytes[action]
         if link != NONE:
             self.arrival[action] = self.link_free[link] = max(saved[3], end) + self.wire_s[action]
         self._go_on((at, rank))

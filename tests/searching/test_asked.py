@@ -64,7 +64,7 @@ def test_a_limit_in_activations_counts_them():
     (problem,) = asked(Costs.uniform(), placement="v", memory_limit="3 microbatches")
 
     assert problem.limit.tolist() == [6] * 4
-    assert problem.taken.max() == 1
+    assert problem.taken_bytes.max() == 1
 
 
 @pytest.mark.parametrize(

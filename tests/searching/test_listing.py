@@ -74,7 +74,7 @@ def test_the_oldest_microbatch_of_a_v_has_room_to_come_to_its_end():
     sequence = list_schedule(problem, setting_of(problem, [ANY_NUMBER] * 6))
 
     assert sequence is not None
-    assert run(problem, sequence).peak.max() <= 3
+    assert run(problem, sequence).peak_bytes.max() <= 3
 
 
 def test_where_nothing_fits_there_is_none():

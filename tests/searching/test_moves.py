@@ -43,7 +43,7 @@ def test_moves_find_shorter_sequences(placement, family, by_span):
 def test_a_limit_is_kept():
     problem, begin_s, best, best_s = improved(Placement.line(4), "1f1b", limit=40, is_exclusive=True)
 
-    assert run(problem, best).peak.max() <= 40
+    assert run(problem, best).peak_bytes.max() <= 40
     assert best_s <= begin_s
 
 

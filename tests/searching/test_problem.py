@@ -29,7 +29,7 @@ def test_what_an_action_waits_for_is_its_source_and_what_its_rank_has_saved():
 
     assert problem.plane(problem.source, FORWARD).tolist() == [[-1, -1, -1], [0, 1, 2]]
     assert problem.plane(problem.source, INPUT).tolist() == [[9, 10, 11], [-1, -1, -1]]
-    assert problem.plane(problem.saved, INPUT).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert problem.plane(problem.activation_source, INPUT).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert problem.plane(problem.source, WEIGHT).tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
@@ -37,7 +37,7 @@ def test_memory_is_taken_by_a_forward_and_freed_by_i_and_w():
     costs = Costs.uniform(activation_bytes=10, weight_context_bytes=6)
     problem = problem_of(Placement.line(2), 1, costs)
 
-    net = problem.taken - problem.freed
+    net = problem.taken_bytes - problem.freed_bytes
     assert [problem.plane(net, plane)[0, 0] for plane in (FORWARD, INPUT, WEIGHT)] == [10, -4, -6]
 
 

@@ -30,7 +30,7 @@ def test_times_and_bytes_are_those_of_the_schedule(family, others):
     timeline = simulate(split, costs)
     assert found.makespan_s == pytest.approx(timeline.makespan_s, rel=1e-12)
     assert found.span_s == pytest.approx(timeline.span_s, rel=1e-12)
-    assert found.peak.tolist() == peak_bytes(split, costs.stage_bytes(schedule.placement, 8))
+    assert found.peak_bytes.tolist() == peak_bytes(split, costs.stage_bytes(schedule.placement, 8))
     assert np.array_equal(problem.schedule(sequence, "again").op, split.op)
     assert np.array_equal(problem.schedule(sequence, "again").microbatch, split.microbatch)
 
@@ -51,6 +51,6 @@ def test_every_action_is_behind_what_it_waits_for():
 
     place = np.argsort(sequence)
     assert sorted(sequence) == list(range(problem.num_actions))
-    for waits in (problem.source, problem.saved):
+    for waits in (problem.source, problem.activation_source):
         has = np.flatnonzero(waits >= 0)
         assert (place[waits[has]] < place[has]).all()

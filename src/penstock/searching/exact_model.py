@@ -114,7 +114,7 @@ class Model:
     def _add_memory(self, rank: int) -> None:
         """Limit what a rank holds at each start of what takes, and behind each end of what frees less than nothing."""
         own = np.flatnonzero(self.problem.rank == rank)
-        taken, freed = self.problem.taken[own], self.problem.freed[own]
+        taken, freed = self.problem.taken_bytes[own], self.problem.freed_bytes[own]
         largest = taken + np.maximum(-freed, 0)
         if largest.sum() <= self.problem.limit[rank]:
             return
@@ -259,7 +259,7 @@ def _ways(problem: Problem) -> NDArray[np.int64]:
 
 def groups_alike(problem: Problem) -> list[list[int]]:
     """Return the microbatches that take the same on every stage, each group in the order of their numbers."""
-    columns = (problem.seconds, problem.lag_s, problem.wire_s, problem.taken, problem.freed)
+    columns = (problem.seconds, problem.lag_s, problem.wire_s, problem.taken_bytes, problem.freed_bytes)
     table = np.concatenate([column.reshape(-1, problem.num_microbatches) for column in columns])
     groups: dict[bytes, list[int]] = {}
     for microbatch in range(problem.num_microbatches):
@@ -270,7 +270,7 @@ def groups_alike(problem: Problem) -> list[list[int]]:
 def waits_of(problem: Problem, groups: list[list[int]]) -> Bools:
     """[num_actions, num_actions] whether the second one waits for the first, or comes behind it as one alike."""
     found = np.zeros((problem.num_actions, problem.num_actions), np.bool_)
-    for column in (problem.source, problem.saved):
+    for column in (problem.source, problem.activation_source):
         has = np.flatnonzero(column != NONE)
         found[column[has], has] = True
     numbers = np.arange(problem.num_actions).reshape(-1, problem.num_microbatches)

@@ -24,183 +24,186 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """Choices of a list schedule."""
+    """The choices of a list schedule."""
 
     most_under_way: Ints
-    """[num_stages] forwards of a stage whose I has not run, at most; a limit of memory holds besides."""
+    """[num_stages] the most forwards of a stage whose I has not run; a limit of memory holds besides."""
     prefers_inputs: Bools
-    """[num_ranks] of an F and an I that are both ready, whether the I goes first."""
+    """[num_ranks] whether the I goes first of an F and an I that are both ready."""
     waits_for_share: Seconds
-    """[num_ranks] a W may hold an F or an I back by at most so large a share of its own seconds."""
+    """[num_ranks] the largest share of its own seconds by which a W may hold an F or an I back."""
     deep_first: Bools
-    """[num_ranks] of several stages, whether the later one goes first."""
+    """[num_ranks] whether the later one goes first of several stages."""
 
 
-class _Work(NamedTuple):
-    """The loop's knowledge of a setting and a placement, and its notes."""
+class _State(NamedTuple):
+    """A setting and a placement, which the loop reads, and columns that it writes: the state of a list schedule."""
 
     stages: Any
-    """Of rank 0, of rank 1, and so on."""
+    """The stages of rank 0, then those of rank 1, and so on."""
     offsets: Any
-    """[num_ranks + 1] where those of a rank begin."""
+    """[num_ranks + 1] the index in `stages` at which those of a rank begin."""
     most_under_way: Any
     prefers_inputs: Any
     waits_for_share: Any
     deep_first: Any
     num_microbatches: int
-    reached: Any
-    """[3, num_stages] by plane, how many microbatches have run."""
-    chosen: Any
-    """[3] by plane, the action that a rank would run next, -1 for none."""
+    num_run: Any
+    """[3, num_stages] by plane, how many microbatches have run: so the number of the one that runs next."""
+    action_of_plane: Any
+    """[3] by plane, the action that the rank at hand could run next, -1 for none."""
     ready_s: Any
-    """[3] when it could."""
+    """[3] by plane, when this action could start."""
     neighbours: Any
-    """[num_stages, 2] the ranks of the stages before and behind each one, or its own."""
+    """[num_stages, 2] the ranks of the stages before and behind each stage, or the stage's own rank at an end."""
     next_action: Any
-    """[num_ranks] what each would run next, -1 for nothing."""
+    """[num_ranks] the action that each rank would run next, -1 for none."""
     next_s: Any
-    """[num_ranks] when it could."""
+    """[num_ranks] when this action could start."""
     is_changed: Any
-    """[num_ranks] whether something has happened since that was found."""
+    """[num_ranks] whether something has happened on a rank or beside it since its next action was chosen."""
 
 
 def list_schedule(problem: Problem, setting: Setting) -> Ints | None:
     """Return the sequence of a setting; None where memory leaves no rank anything to do before the end."""
-    found = np.empty(problem.num_actions, np.int32)
-    of_ranks = problem.placement.stages_of_rank
+    sequence = np.empty(problem.num_actions, np.int32)
+    stages_of_rank = problem.placement.stages_of_rank
     timing = Timing.of(problem)
-    timing.arrival_s[:] = -1.0  # has not run
-    work = _Work(
-        np.array([stage for stages in of_ranks for stage in stages], np.int64),
-        np.cumsum([0, *map(len, of_ranks)]).astype(np.int64),
-        setting.most_under_way.astype(np.int64),
-        setting.prefers_inputs,
-        setting.waits_for_share,
-        setting.deep_first,
-        problem.num_microbatches,
-        np.zeros((3, problem.num_stages), np.int64),
-        np.zeros(3, np.int64),
-        np.zeros(3),
-        _neighbours(problem),
-        np.full(problem.num_ranks, -1, np.int64),
-        np.zeros(problem.num_ranks),
-        np.ones(problem.num_ranks, np.bool_),
+    timing.arrival_s[:] = -1.0  # of an action that has not run
+    state = _State(
+        stages=np.array([stage for stages in stages_of_rank for stage in stages], np.int64),
+        offsets=np.cumsum([0, *map(len, stages_of_rank)]).astype(np.int64),
+        most_under_way=setting.most_under_way.astype(np.int64),
+        prefers_inputs=setting.prefers_inputs,
+        waits_for_share=setting.waits_for_share,
+        deep_first=setting.deep_first,
+        num_microbatches=problem.num_microbatches,
+        num_run=np.zeros((3, problem.num_stages), np.int64),
+        action_of_plane=np.zeros(3, np.int64),
+        ready_s=np.zeros(3),
+        neighbours=_neighbours(problem),
+        next_action=np.full(problem.num_ranks, -1, np.int64),
+        next_s=np.zeros(problem.num_ranks),
+        is_changed=np.ones(problem.num_ranks, np.bool_),
     )
-    count = _LIST.compiled(Columns.of(problem), work, timing, found)
-    return found if count == problem.num_actions else None
+    num_actions = _LIST.compiled(Columns.of(problem), state, timing, sequence)
+    return sequence if num_actions == problem.num_actions else None
 
 
 def _neighbours(problem: Problem) -> NDArray[np.int64]:
-    placement = problem.placement
-    ranks = np.array(placement.rank_of_stage)
-    own = np.arange(problem.num_stages)
-    both = [np.where(np.array(stages) < 0, own, stages) for stages in (placement.previous_stage, placement.next_stage)]
-    return np.ascontiguousarray(ranks[np.stack(both, axis=1)], np.int64)
+    placement, stages = problem.placement, np.arange(problem.num_stages)
+    neighbours = np.column_stack([placement.previous_stage, placement.next_stage])
+    neighbours = np.where(neighbours < 0, stages[:, None], neighbours)
+    return np.ascontiguousarray(np.array(placement.rank_of_stage)[neighbours], np.int64)
 
 
-def _oldest(work: Any, own: int) -> int:
+def _oldest_microbatch(state: Any, rank: int) -> int:
     """Return the oldest microbatch that a rank has not brought to its last I; their number where there is none."""
-    oldest = work.num_microbatches
-    for place in range(work.offsets[own], work.offsets[own + 1]):
-        if work.reached[1, work.stages[place]] < oldest:
-            oldest = work.reached[1, work.stages[place]]
+    oldest = state.num_microbatches
+    for index in range(state.offsets[rank], state.offsets[rank + 1]):
+        if state.num_run[1, state.stages[index]] < oldest:
+            oldest = state.num_run[1, state.stages[index]]
     return int(oldest)
 
 
-def _room_of(of: Any, work: Any, own: int, microbatch: int) -> int:
-    """Return the bytes that a microbatch has yet to take on a rank."""
-    room = 0
-    for place in range(work.offsets[own], work.offsets[own + 1]):
-        stage = work.stages[place]
-        if microbatch < work.num_microbatches and work.reached[0, stage] <= microbatch:
-            room += of.taken[stage * work.num_microbatches + microbatch]
-    return int(room)
+def _missing_bytes(columns: Any, state: Any, rank: int, microbatch: int) -> int:
+    """Return the bytes that the F of a microbatch have yet to take on a rank."""
+    num_bytes = 0
+    for index in range(state.offsets[rank], state.offsets[rank + 1]):
+        stage = state.stages[index]
+        if microbatch < state.num_microbatches and state.num_run[0, stage] <= microbatch:
+            num_bytes += columns.taken_bytes[stage * state.num_microbatches + microbatch]
+    return int(num_bytes)
 
 
-def _may_forward(of: Any, work: Any, timing: Any, own: int, stage: int, action: int) -> bool:
+def _may_forward(columns: Any, state: Any, timing: Any, rank: int, stage: int, action: int) -> bool:
     """Whether a forward may run by the numbers under way and by memory, with room left for the oldest microbatch."""
-    microbatch = work.reached[0, stage]
-    if microbatch - work.reached[1, stage] >= work.most_under_way[stage]:
+    microbatch = state.num_run[0, stage]
+    if microbatch - state.num_run[1, stage] >= state.most_under_way[stage]:
         return False
-    needs = timing.held[own] + of.taken[action]
-    if needs > of.limit[own]:
+    held_bytes = timing.held_bytes[rank] + columns.taken_bytes[action]
+    if held_bytes > columns.limit[rank]:
         return False
-    oldest = _oldest(work, own)
-    return bool(microbatch <= oldest or needs + _room_of(of, work, own, oldest) <= of.limit[own])
+    oldest = _oldest_microbatch(state, rank)
+    if microbatch <= oldest:
+        return True
+    return bool(held_bytes + _missing_bytes(columns, state, rank, oldest) <= columns.limit[rank])
 
 
-def _ready(of: Any, work: Any, timing: Any, plane: int, stage: int, own: int) -> float:
+def _ready_s(columns: Any, state: Any, timing: Any, plane: int, stage: int, rank: int) -> float:
     """Return when the next action of a stage could start; below 0 where it cannot yet."""
-    microbatch = work.reached[plane, stage]
-    if microbatch == work.num_microbatches or (plane > 0 and work.reached[plane - 1, stage] <= microbatch):
+    microbatch = state.num_run[plane, stage]
+    if microbatch == state.num_microbatches or (plane > 0 and state.num_run[plane - 1, stage] <= microbatch):
         return -1.0
-    action = (plane * len(work.stages) + stage) * work.num_microbatches + microbatch
-    before = of.source[action]
-    if before >= 0 and timing.arrival_s[before] < 0.0:
+    action = (plane * len(state.stages) + stage) * state.num_microbatches + microbatch
+    source = columns.source[action]
+    if source >= 0 and timing.arrival_s[source] < 0.0:
         return -1.0
     if plane == 0:
-        if not _may_forward(of, work, timing, own, stage, action):
+        if not _may_forward(columns, state, timing, rank, stage, action):
             return -1.0
-    elif timing.held[own] + of.taken[action] > of.limit[own]:
+    elif timing.held_bytes[rank] + columns.taken_bytes[action] > columns.limit[rank]:
         return -1.0
-    return earliest_s(of, timing, action)
+    return earliest_s(columns, timing, action)
 
 
-def _look(of: Any, work: Any, timing: Any, own: int) -> None:
-    """Find the next F, I and W of a rank."""
+def _find_next(columns: Any, state: Any, timing: Any, rank: int) -> None:
+    """Find the next F, I and W of a rank, of several stages the one that can start first."""
     for plane in range(3):
-        work.chosen[plane] = -1
-        work.ready_s[plane] = 1e300
-        for place in range(work.offsets[own], work.offsets[own + 1]):
-            stage = work.stages[place]
-            at = _ready(of, work, timing, plane, stage, own)
-            if at >= 0.0 and (at < work.ready_s[plane] or (at == work.ready_s[plane] and work.deep_first[own])):
-                action = (plane * len(work.stages) + stage) * work.num_microbatches + work.reached[plane, stage]
-                work.chosen[plane] = action
-                work.ready_s[plane] = at
+        state.action_of_plane[plane] = -1
+        state.ready_s[plane] = 1e300
+        for index in range(state.offsets[rank], state.offsets[rank + 1]):
+            stage = state.stages[index]
+            start_s, first_s = _ready_s(columns, state, timing, plane, stage, rank), state.ready_s[plane]
+            if start_s >= 0.0 and (start_s < first_s or (start_s == first_s and state.deep_first[rank])):
+                action = (plane * len(state.stages) + stage) * state.num_microbatches + state.num_run[plane, stage]
+                state.action_of_plane[plane] = action
+                state.ready_s[plane] = start_s
 
 
-def _choice(of: Any, work: Any, timing: Any, own: int) -> int:
+def _choose_plane(columns: Any, state: Any, timing: Any, rank: int) -> int:
     """Return the plane of what a rank runs next by its setting; -1 where there is nothing to run."""
-    first, second = (1, 0) if work.prefers_inputs[own] else (0, 1)
+    first, second = (1, 0) if state.prefers_inputs[rank] else (0, 1)
+    actions, ready_s = state.action_of_plane, state.ready_s
     plane = first
-    if work.chosen[first] < 0 or (work.chosen[second] >= 0 and work.ready_s[second] < work.ready_s[first]):
+    if actions[first] < 0 or (actions[second] >= 0 and ready_s[second] < ready_s[first]):
         plane = second
-    weight = work.chosen[2]
+    weight = actions[2]
     if weight >= 0:
-        late = timing.free_s[own] + of.seconds[weight] - work.ready_s[plane]
-        if work.chosen[plane] < 0 or late <= work.waits_for_share[own] * of.seconds[weight]:
+        delay_s = timing.free_s[rank] + columns.seconds[weight] - ready_s[plane]  # by which W would hold it back
+        if actions[plane] < 0 or delay_s <= state.waits_for_share[rank] * columns.seconds[weight]:
             plane = 2
-    return plane if work.chosen[plane] >= 0 else -1
+    return plane if actions[plane] >= 0 else -1
 
 
-def _list(of: Any, work: Any, timing: Any, found: Any) -> int:
+def _list(columns: Any, state: Any, timing: Any, sequence: Any) -> int:
     """Fill a sequence; return how many actions could be put into it."""
-    size = len(work.stages) * work.num_microbatches
+    plane_size = len(state.stages) * state.num_microbatches
     clear(timing)
-    for number in range(len(found)):
-        best = -1
-        best_s = 1e300
-        for own in range(len(work.next_action)):
-            if work.is_changed[own]:
-                work.is_changed[own] = False
-                _look(of, work, timing, own)
-                plane = _choice(of, work, timing, own)
-                work.next_action[own] = work.chosen[plane] if plane >= 0 else -1
-                work.next_s[own] = work.ready_s[plane]
-            if work.next_action[own] >= 0 and work.next_s[own] < best_s:
-                best, best_s = work.next_action[own], work.next_s[own]
-        if best < 0:
-            return number
-        plane = best // size
-        stage = (best - plane * size) // work.num_microbatches
-        work.reached[plane, stage] += 1
-        put(of, timing, best, best_s)
-        found[number] = best
-        work.is_changed[of.rank[best]] = True
+    for index in range(len(sequence)):
+        action = -1
+        start_s = 1e300
+        for rank in range(len(state.next_action)):
+            if state.is_changed[rank]:
+                state.is_changed[rank] = False
+                _find_next(columns, state, timing, rank)
+                plane = _choose_plane(columns, state, timing, rank)
+                state.next_action[rank] = state.action_of_plane[plane] if plane >= 0 else -1
+                state.next_s[rank] = state.ready_s[plane]
+            if state.next_action[rank] >= 0 and state.next_s[rank] < start_s:
+                action, start_s = state.next_action[rank], state.next_s[rank]
+        if action < 0:
+            return index
+        plane = action // plane_size
+        stage = (action - plane * plane_size) // state.num_microbatches
+        state.num_run[plane, stage] += 1
+        put(columns, timing, action, start_s)
+        sequence[index] = action
+        state.is_changed[columns.rank[action]] = True
         for side in range(2):
-            work.is_changed[work.neighbours[stage, side]] = True
-    return len(found)
+            state.is_changed[state.neighbours[stage, side]] = True
+    return len(sequence)
 
 
-_LIST = Hot(_list, _look, _choice, _ready, _may_forward, _room_of, _oldest, earliest_s, put, clear)
+_HELPERS = (_find_next, _choose_plane, _ready_s, _may_forward, _missing_bytes, _oldest_microbatch)
+_LIST = Hot(_list, *_HELPERS, earliest_s, put, clear)

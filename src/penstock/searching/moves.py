@@ -15,31 +15,32 @@ from penstock.searching.sequences import TIMERS, Columns, Timing, run, time_sequ
 
 NUM_SUCCESSORS = 2
 LOOKS_AGAIN = 32
-"""Sequences of equal makespan that are taken until the critical path is looked for again."""
+"""Moves to equal makespans that are accepted until the critical path is looked for again."""
 SHARE_OF_ALL = 1e-3
-"""Of the mean of all ranks, beside the longest."""
+"""The weight of the mean end of all ranks, beside the objective."""
 LONGEST_MOVE = 12
-"""Of its rank's actions that an action passes at most."""
+"""The most actions of its rank that one move takes an action past."""
 
 
 class State(NamedTuple):
     """The sequence, and all that moves change with it."""
 
     sequence: Any
-    """From which the next moves go on."""
-    place: Any
-    """By action, where it is in the sequence."""
+    """[num_actions] the sequence that the next move changes."""
+    index_of: Any
+    """[num_actions] by action, its index in the sequence."""
     path: Any
-    """The actions of a critical path."""
+    """[num_actions] the actions of a critical path, of which `_find_path` returns the number."""
     random: Any
-    """[1]"""
+    """[1] the state of the generator of random numbers."""
     best: Any
+    """[num_actions] the best sequence that fits."""
     best_s: Any
-    """[1] the objective of the best one."""
+    """[1] the objective of the best sequence."""
 
 
 class Moves:
-    """Moves actions of a problem."""
+    """Moves the actions of sequences of one problem."""
 
     def __init__(self, problem: Problem, seed: int, *, by_span: bool = False) -> None:
         self._problem = problem
@@ -49,119 +50,121 @@ class Moves:
         self._successors = _successors(problem)
 
     def improve(self, sequence: Ints, best: Ints, best_s: float, num_moves: int, temperature_s: float) -> State:
-        """Try so many moves of a sequence that fits."""
-        problem = self._problem
-        found = run(problem, sequence)
+        """Try so many moves of a sequence that fits; `best` is the best one so far."""
+        timed = run(self._problem, sequence)
         # In the order of starts, an action is free to go wherever nothing of another rank would have to move with it.
-        place = np.empty(len(sequence), np.int64)
-        place[sequence] = np.arange(len(sequence))
-        own = sequence[np.lexsort((place[sequence], found.end_s[sequence], found.start_s[sequence]))].astype(np.int32)
-        path = np.zeros(problem.num_actions, np.int32)
-        state = State(own, place, path, self._random, best.copy(), np.array([best_s]))
+        by_start = np.lexsort((timed.end_s[sequence], timed.start_s[sequence]))
+        state = State(
+            sequence=sequence[by_start].astype(np.int32),
+            index_of=np.empty(len(sequence), np.int64),
+            path=np.zeros(len(sequence), np.int32),
+            random=self._random,
+            best=best.copy(),
+            best_s=np.array([best_s]),
+        )
         options = self._by_span, num_moves, float(temperature_s)
-        _MOVE.compiled(self._columns, self._successors, *options, state, Timing.of(problem))
+        _MOVE.compiled(self._columns, self._successors, *options, state, Timing.of(self._problem))
         return state
 
 
 def _successors(problem: Problem) -> Ints:
-    """[num_actions, 2] the actions that wait for each one, -1 for none."""
-    found = np.full((problem.num_actions, NUM_SUCCESSORS), -1, np.int32)
-    for column in (problem.source, problem.saved):
-        for action in np.flatnonzero(column >= 0).tolist():
-            before = column[action]
-            place = int(found[before, 0] >= 0)
-            found[before, place] = action
-    return found
+    """Return the actions that wait for each action, [num_actions, 2], -1 for none."""
+    successors = np.full((problem.num_actions, NUM_SUCCESSORS), -1, np.int32)
+    for sources in (problem.source, problem.activation_source):
+        for action in np.flatnonzero(sources >= 0).tolist():
+            of_source = successors[sources[action]]
+            of_source[int(of_source[0] >= 0)] = action
+    return successors
 
 
 def _draw(state: Any, below: int) -> int:
-    """Return a number from 0, below another one (a linear congruential generator of 31 bits, its upper ones)."""
+    """Return a number from 0, below another one, from the upper bits of a linear congruential generator of 31 bits."""
     state[0] = (state[0] * 1103515245 + 12345) & 0x7FFFFFFF
     high = state[0] >> 8
     state[0] = (state[0] * 1103515245 + 12345) & 0x7FFFFFFF
     return int(((high << 20) ^ (state[0] >> 8)) % below)
 
 
-def _shift(sequence: Any, place: Any, begin: int, end: int) -> None:
+def _shift(sequence: Any, index_of_action: Any, begin: int, end: int) -> None:
     """Move the action at one index to another; those between them make room."""
     action = sequence[begin]
     step = 1 if end > begin else -1
     index = begin
     while index != end:
         sequence[index] = sequence[index + step]
-        place[sequence[index]] = index
+        index_of_action[sequence[index]] = index
         index += step
     sequence[end] = action
-    place[action] = end
+    index_of_action[action] = end
 
 
-def _before_on_rank(of: Any, state: Any, action: int) -> int:
+def _previous_on_rank(columns: Any, state: Any, action: int) -> int:
     """Return the action that its rank runs before it, -1 for none."""
-    index = state.place[action] - 1
-    while index >= 0 and of.rank[state.sequence[index]] != of.rank[action]:
+    index = state.index_of[action] - 1
+    while index >= 0 and columns.rank[state.sequence[index]] != columns.rank[action]:
         index -= 1
     return int(state.sequence[index]) if index >= 0 else -1
 
 
-def _find_path(of: Any, state: Any, timing: Any, by_span: bool) -> int:
+def _find_path(columns: Any, state: Any, timing: Any, by_span: bool) -> int:
     """Find the actions of a critical path, the last one first; return how many there are."""
     action = state.sequence[0]
     longest_s = -1.0
     for index in range(len(state.sequence)):
-        other = state.sequence[index]
-        length_s = timing.end_s[other] - timing.first_s[of.rank[other]] if by_span else timing.end_s[other]
+        last = state.sequence[index]
+        length_s = timing.end_s[last] - timing.first_s[columns.rank[last]] if by_span else timing.end_s[last]
         if length_s > longest_s:
-            action, longest_s = other, length_s
+            action, longest_s = last, length_s
     count = 0
     while action >= 0 and count < len(state.path):
         state.path[count] = action
         count += 1
         # It waited for one of two: the action before it on its rank if that ended right then, else its source.
-        before = _before_on_rank(of, state, action)
-        waited = before >= 0 and timing.end_s[before] >= timing.start_s[action]
-        action = before if waited else of.source[action]
+        previous = _previous_on_rank(columns, state, action)
+        is_critical = previous >= 0 and timing.end_s[previous] >= timing.start_s[action]
+        action = previous if is_critical else columns.source[action]
     return count
 
 
-def _target(of: Any, successors: Any, state: Any, action: int) -> int:
-    """Draw the place to which an action goes: past some of its rank's actions, as far as what waits allows."""
-    passed = 1 + _draw(state.random, LONGEST_MOVE)
+def _target(columns: Any, successors: Any, state: Any, action: int) -> int:
+    """Draw the index to which an action goes: past some of its rank's actions, between its sources and successors."""
+    num_to_pass = 1 + _draw(state.random, LONGEST_MOVE)
     is_earlier = _draw(state.random, 2) == 0
     end = -1 if is_earlier else len(state.sequence)
     if is_earlier:
-        if of.source[action] >= 0:
-            end = state.place[of.source[action]]
-        if of.saved[action] >= 0 and state.place[of.saved[action]] > end:
-            end = state.place[of.saved[action]]
+        if columns.source[action] >= 0:
+            end = state.index_of[columns.source[action]]
+        if columns.activation_source[action] >= 0 and state.index_of[columns.activation_source[action]] > end:
+            end = state.index_of[columns.activation_source[action]]
     else:
         for column in range(successors.shape[1]):
-            after = successors[action, column]
-            if after >= 0 and state.place[after] < end:
-                end = state.place[after]
+            successor = successors[action, column]
+            if successor >= 0 and state.index_of[successor] < end:
+                end = state.index_of[successor]
     step = -1 if is_earlier else 1
-    target = state.place[action]
+    target = state.index_of[action]
     index = target + step
-    while index != end and passed > 0:
-        if of.rank[state.sequence[index]] == of.rank[action]:
+    while index != end and num_to_pass > 0:
+        if columns.rank[state.sequence[index]] == columns.rank[action]:
             target = index
-            passed -= 1
+            num_to_pass -= 1
         index += step
     return int(target)
 
 
 def _cost_s(timing: Any, by_span: bool) -> float:
-    """Return the objective, and a little of what all ranks take, which tells apart sequences of one objective."""
+    """Return the objective, and a little of the mean end of all ranks, which tells sequences of one objective apart."""
     total_s = 0.0
-    for own in range(len(timing.free_s)):
-        total_s += timing.free_s[own] - timing.first_s[own] if by_span else timing.free_s[own]
+    for rank in range(len(timing.free_s)):
+        total_s += timing.free_s[rank] - timing.first_s[rank] if by_span else timing.free_s[rank]
     objective_s = timing.span_s[0] if by_span else timing.makespan_s[0]
     return float(objective_s + SHARE_OF_ALL * total_s / len(timing.free_s))
 
 
-def _is_taken(of: Any, state: Any, timing: Any, more_s: float, temperature_s: float) -> bool:
-    """Whether a sequence is accepted that takes so much more time."""
-    for own in range(len(of.limit)):
-        if timing.peak[own] > of.limit[own]:
+def _is_accepted(columns: Any, state: Any, timing: Any, more_s: float, temperature_s: float) -> bool:
+    """Whether a sequence is accepted that costs `more_s` more seconds than the one before the move."""
+    for rank in range(len(columns.limit)):
+        if timing.peak_bytes[rank] > columns.limit[rank]:
             return False
     return more_s <= 0.0 or more_s < temperature_s * _draw(state.random, 1000000) / 1000000.0
 
@@ -174,34 +177,34 @@ def _note_best(state: Any, objective_s: float) -> None:
 
 
 def _move(
-    of: Any, successors: Any, by_span: bool, num_moves: int, temperature_s: float, state: Any, timing: Any
+    columns: Any, successors: Any, by_span: bool, num_moves: int, temperature_s: float, state: Any, timing: Any
 ) -> None:
     num_actions = len(state.sequence)
-    num_taken = 0
+    num_accepted = 0
     for index in range(num_actions):
-        state.place[state.sequence[index]] = index
-    time_sequence(state.sequence, of, timing)
-    now_s = _cost_s(timing, by_span)
-    num_critical = _find_path(of, state, timing, by_span)
+        state.index_of[state.sequence[index]] = index
+    time_sequence(state.sequence, columns, timing)
+    cost_s = _cost_s(timing, by_span)
+    num_critical = _find_path(columns, state, timing, by_span)
     for _number in range(num_moves):
         is_critical = _draw(state.random, 2) == 0
         action = state.path[_draw(state.random, num_critical)] if is_critical else _draw(state.random, num_actions)
-        begin = state.place[action]
-        target = _target(of, successors, state, action)
+        begin = state.index_of[action]
+        target = _target(columns, successors, state, action)
         if target == begin:
             continue
-        _shift(state.sequence, state.place, begin, target)
-        time_sequence(state.sequence, of, timing)
-        found_s = _cost_s(timing, by_span)
-        if not _is_taken(of, state, timing, found_s - now_s, temperature_s):
-            _shift(state.sequence, state.place, target, begin)
+        _shift(state.sequence, state.index_of, begin, target)
+        time_sequence(state.sequence, columns, timing)
+        new_cost_s = _cost_s(timing, by_span)
+        if not _is_accepted(columns, state, timing, new_cost_s - cost_s, temperature_s):
+            _shift(state.sequence, state.index_of, target, begin)
             continue
-        num_taken += 1
-        if found_s != now_s or num_taken % LOOKS_AGAIN == 0:
-            num_critical = _find_path(of, state, timing, by_span)
-        now_s = found_s
+        num_accepted += 1
+        if new_cost_s != cost_s or num_accepted % LOOKS_AGAIN == 0:
+            num_critical = _find_path(columns, state, timing, by_span)
+        cost_s = new_cost_s
         _note_best(state, timing.span_s[0] if by_span else timing.makespan_s[0])
 
 
-_HELPERS = (_find_path, _before_on_rank, _target, _cost_s, _is_taken, _note_best, _shift, _draw)
+_HELPERS = (_find_path, _previous_on_rank, _target, _cost_s, _is_accepted, _note_best, _shift, _draw)
 _MOVE = Hot(_move, *_HELPERS, *TIMERS)

@@ -1,11 +1,10 @@
-"""A search's problem: what each action of a pipeline takes, waits for and holds, as columns by its number.
+"""A search's problem: what each action of a pipeline takes, waits for and holds, as columns by the action's number.
 
     number of an action = (plane x stages + stage) x microbatches + microbatch        planes are F, I and W
 
 Seconds, lags and bytes are those of the simulator and of the model of memory, of a schedule that runs every action.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,31 +32,31 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """The actions that a search orders; columns have an entry for each."""
+    """The actions that a search orders; each column but `limit` has an entry per action."""
 
     placement: Placement
     num_microbatches: int
     rank: Ints
     seconds: Seconds
-    """That its rank is busy."""
+    """Seconds for which the action keeps its rank busy."""
     source: Ints
-    """The action whose result it takes, on any rank; `NONE` where it takes none."""
-    saved: Ints
-    """The action of its own rank that it waits for as well: the F of an I."""
+    """The action, on any rank, whose result the action takes; `NONE` where it takes no result."""
+    activation_source: Ints
+    """The F, on the same rank, whose activation an I takes; `NONE` for other actions."""
     lag_s: Seconds
-    """From the end of its source, or from when the message has left a serialized link, until it may start."""
+    """Seconds from the end of the source, or from when its message has left a serialized link, until it may start."""
     link: Ints
-    """The serialized link that its result leaves by, one message at a time; `NONE` where it does not."""
+    """The serialized link that the action's result leaves by, one message at a time; `NONE` where there is none."""
     wire_s: Seconds
-    """On that link."""
-    taken: Bytes
-    """That its rank holds from its start on."""
-    freed: Bytes
-    """That its rank holds no more behind its end."""
+    """Seconds that the result takes on its serialized link."""
+    taken_bytes: Bytes
+    """Bytes that the rank holds from the action's start on."""
+    freed_bytes: Bytes
+    """Bytes that the rank frees at the action's end."""
     limit: Bytes
-    """[num_ranks] the most that each rank may hold."""
+    """[num_ranks] the most bytes that each rank may hold."""
     launch_s: float
-    """That belongs to the seconds of an action and runs before it starts."""
+    """Seconds of a launch, which runs before an action starts and counts among its seconds."""
 
     @property
     def num_actions(self) -> int:
@@ -72,20 +71,13 @@ class Problem:
         return self.placement.num_ranks
 
     def plane(self, column: NDArray[Any], plane: int) -> NDArray[Any]:
-        """[num_stages, num_microbatches] the entries of one plane."""
+        """Return the entries of one plane of a column, as [num_stages, num_microbatches]."""
         size = self.num_stages * self.num_microbatches
         return column[plane * size : (plane + 1) * size].reshape(self.num_stages, self.num_microbatches)
 
     @classmethod
-    def of(
-        cls,
-        placement: Placement,
-        num_microbatches: int,
-        costs: Costs,
-        *,
-        counts: bool = False,
-    ) -> "Problem":
-        """Take what the costs say of every action, without a limit; with `counts`, of activations in place of bytes.
+    def of(cls, placement: Placement, num_microbatches: int, costs: Costs, *, counts: bool = False) -> "Problem":
+        """Return the problem of a placement under costs, without a limit; `counts` are of activations, not of bytes.
 
         Raises:
             ConfigError: the costs are for another number of stages or microbatches, or do not know F, I and W.
@@ -94,50 +86,49 @@ class Problem:
         numbers = numbers_of_rows(table)
         factors = costs.per_microbatch("microbatch_bytes_factor", num_microbatches)
         messages = message_costs(placement, costs)
-        found = predecessors(table)
-        action_of_row = np.append(numbers, NONE).astype(np.int32)  # the row `NONE` is the last entry
+        source_rows = predecessors(table)
+        action_of_row = np.append(numbers, NONE).astype(np.int32)  # the last entry is for the row `NONE`
         wires = Wires.of(table, messages, factors)
         sizes = one_each(table) if counts else costs.stage_bytes(placement, num_microbatches)
-        taken, freed = changes_of_rows(table, sizes)
+        taken_bytes, freed_bytes = changes_of_rows(table, sizes)
         columns: dict[str, NDArray[Any]] = {
             "rank": table.rank_of_row,
             "seconds": seconds_of_rows(table, costs, seconds_of_ops(table, costs)),
-            "source": action_of_row[found[:, 0]],
-            "saved": action_of_row[found[:, 1]],
+            "source": action_of_row[source_rows[:, 0]],
+            "activation_source": action_of_row[source_rows[:, 1]],
             "lag_s": Lags.of(table, costs).of_rows(table),
             "link": wires.link,
             "wire_s": wires.seconds,
-            "taken": taken,
-            "freed": freed,
+            "taken_bytes": taken_bytes,
+            "freed_bytes": freed_bytes,
         }
         row_of_action = np.argsort(numbers)
         limits = np.full(placement.num_ranks, NO_LIMIT, np.int64)
-        own: dict[str, Any] = {name: np.ascontiguousarray(column[row_of_action]) for name, column in columns.items()}
-        return cls(placement, num_microbatches, limit=limits, launch_s=float(costs.launch_s), **own)
+        by_action: dict[str, Any] = {
+            name: np.ascontiguousarray(column[row_of_action]) for name, column in columns.items()
+        }
+        return cls(placement, num_microbatches, limit=limits, launch_s=float(costs.launch_s), **by_action)
 
     def schedule(self, sequence: Ints, name: str) -> Schedule:
         """Return the schedule in which each rank runs its actions in the order of the sequence."""
-        size = self.num_stages * self.num_microbatches
-        plane, rest = np.divmod(sequence.astype(np.int64), size)
-        rows = np.stack([np.array(PLANES)[plane], rest // self.num_microbatches, rest % self.num_microbatches], axis=1)
+        shape = (len(PLANES), self.num_stages, self.num_microbatches)
+        plane, stage, microbatch = np.unravel_index(sequence, shape)
+        rows = np.stack([np.array(PLANES)[plane], stage, microbatch], axis=1)
         orders = [rows[self.rank[sequence] == rank] for rank in range(self.num_ranks)]
         return Schedule.from_arrays(name, self.placement, orders, num_microbatches=self.num_microbatches)
 
 
 def numbers_of_rows(table: Schedule) -> NDArray[np.int64]:
-    """[num_rows] the number of each row's action; its backwards are split."""
+    """Return the number of each row's action, [num_rows]; the table's backwards are split."""
     plane = np.zeros(int(max(Kind)) + 1, np.int64)
     plane[list(PLANES)] = range(len(PLANES))
-    found = plane[table.op] * table.num_stages + table.stage
-    return np.asarray(found * table.num_microbatches + table.microbatch)
+    return np.asarray((plane[table.op] * table.num_stages + table.stage) * table.num_microbatches + table.microbatch)
 
 
 def every_action(placement: Placement, num_microbatches: int) -> Schedule:
-    """Return a schedule of all of them, in an order that no rank could run."""
-    orders = [_rows(stages, num_microbatches) for stages in placement.stages_of_rank]
+    """Return a schedule of all actions, in an order that no rank could run."""
+    orders: list[NDArray[np.int64]] = []
+    for stages in placement.stages_of_rank:
+        grid = np.meshgrid(PLANES, stages, range(num_microbatches), indexing="ij")
+        orders.append(np.stack(grid, axis=-1).reshape(-1, 3))
     return Schedule.from_arrays("every action", placement, orders, num_microbatches=num_microbatches)
-
-
-def _rows(stages: Sequence[int], num_microbatches: int) -> NDArray[np.int64]:
-    grid = np.meshgrid(PLANES, stages, range(num_microbatches), indexing="ij")
-    return np.asarray(np.stack(grid, axis=-1).reshape(-1, 3))

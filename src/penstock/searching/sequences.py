@@ -25,12 +25,12 @@ class Columns(NamedTuple):
     rank: Any
     seconds: Any
     source: Any
-    saved: Any
+    activation_source: Any
     lag_s: Any
     link: Any
     wire_s: Any
-    taken: Any
-    freed: Any
+    taken_bytes: Any
+    freed_bytes: Any
     limit: Any
     launch_s: float
 
@@ -40,63 +40,65 @@ class Columns(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """The columns that timing writes: per action, per rank, per link, and the result of the sequence."""
+    """The columns that timing writes, with an entry per action, per rank or per link, and the sequence's result."""
 
     start_s: Any
     end_s: Any
     arrival_s: Any
-    """When the result of an action is with the rank that takes it, but for its latency."""
+    """Per action, when its result is with the rank that takes it, but for the message's latency."""
     first_s: Any
+    """Per rank, when its first action starts; -1 before that."""
     free_s: Any
-    held: Any
-    peak: Any
+    """Per rank, when its last action so far ends; -1 before the first."""
+    held_bytes: Any
+    peak_bytes: Any
     link_free_s: Any
     makespan_s: Any
-    """[1]"""
+    """[1] the makespan of the whole sequence."""
     span_s: Any
-    """[1]"""
+    """[1] the span of the whole sequence."""
 
     @classmethod
     def of(cls, problem: Problem) -> "Timing":
-        """Make room for a problem."""
+        """Return columns of zeros for a problem."""
         start_s, end_s, arrival_s = np.zeros((3, problem.num_actions))
         first_s, free_s = np.zeros((2, problem.num_ranks))
-        held, peak = np.zeros((2, problem.num_ranks), np.int64)
-        links, (makespan_s, span_s) = np.zeros(problem.num_ranks**2), np.zeros((2, 1))
-        return cls(start_s, end_s, arrival_s, first_s, free_s, held, peak, links, makespan_s, span_s)
+        held_bytes, peak_bytes = np.zeros((2, problem.num_ranks), np.int64)
+        link_free_s, (makespan_s, span_s) = np.zeros(problem.num_ranks**2), np.zeros((2, 1))
+        return cls(start_s, end_s, arrival_s, first_s, free_s, held_bytes, peak_bytes, link_free_s, makespan_s, span_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """The result of a sequence."""
+    """The times and peaks of a sequence."""
 
     start_s: Seconds
-    """By action."""
+    """[num_actions] the start of each action."""
     end_s: Seconds
     arrival_s: Seconds
-    """That of `Timing`."""
-    peak: Bytes
-    """[num_ranks]"""
+    """[num_actions] when each result is with the rank that takes it, but for the message's latency."""
+    peak_bytes: Bytes
+    """[num_ranks] the most bytes that each rank holds."""
     makespan_s: float
-    """From the first start to the last end."""
+    """Seconds from the first start to the last end."""
     span_s: float
-    """The longest of a rank, from its first start to its last end."""
+    """The most seconds from the first start of a rank to its last end."""
 
     def fits(self, problem: Problem) -> bool:
         """Whether no rank holds more than it may."""
-        return bool((self.peak <= problem.limit).all())
+        return bool((self.peak_bytes <= problem.limit).all())
 
     def objective_s(self, *, by_span: bool) -> float:
-        """Return what is to be as small as it can be."""
+        """Return the seconds that a search makes as few as it can."""
         return self.span_s if by_span else self.makespan_s
 
 
 def run(problem: Problem, sequence: Ints) -> Run:
-    """Time a sequence, and count what ranks hold."""
+    """Return the times of a sequence, and what ranks hold."""
     timing = Timing.of(problem)
     TIME.compiled(sequence, Columns.of(problem), timing)
     makespan_s, span_s = float(timing.makespan_s[0]), float(timing.span_s[0])
-    return Run(timing.start_s, timing.end_s, timing.arrival_s, timing.peak, makespan_s, span_s)
+    return Run(timing.start_s, timing.end_s, timing.arrival_s, timing.peak_bytes, makespan_s, span_s)
 
 
 def sequence_of(schedule: Schedule) -> Ints:
@@ -107,95 +109,95 @@ def sequence_of(schedule: Schedule) -> Ints:
     return numbers_of_rows(split)[linear_extension(whole_starts(walked))].astype(np.int32)
 
 
-def earliest_s(of: Any, timing: Any, action: int) -> float:
+def earliest_s(columns: Any, timing: Any, action: int) -> float:
     """Return when an action can start, whose source and whose rank's earlier actions have been timed."""
-    own = of.rank[action]
-    at = timing.free_s[own] if timing.free_s[own] > 0.0 else 0.0
-    before = of.source[action]
-    if before >= 0 and of.rank[before] != own:  # its own rank has run it
-        ready = timing.arrival_s[before] + of.lag_s[action]
-        if ready > at:
-            at = ready
-    return float(at)
+    rank = columns.rank[action]
+    start_s = timing.free_s[rank] if timing.free_s[rank] > 0.0 else 0.0
+    source = columns.source[action]
+    if source >= 0 and columns.rank[source] != rank:  # a source on the same rank has ended when the rank is free
+        ready_s = timing.arrival_s[source] + columns.lag_s[action]
+        if ready_s > start_s:
+            start_s = ready_s
+    return float(start_s)
 
 
-def put(of: Any, timing: Any, action: int, at: float) -> float:
+def put(columns: Any, timing: Any, action: int, start_s: float) -> float:
     """Let an action run from a time on; return when it ends."""
-    own = of.rank[action]
-    end = at + of.seconds[action]
-    timing.free_s[own] = end
-    timing.held[own] += of.taken[action]
-    if timing.held[own] > timing.peak[own]:
-        timing.peak[own] = timing.held[own]
-    timing.held[own] -= of.freed[action]
-    arrives = end
-    wire = of.link[action]
-    if wire >= 0:
-        if timing.link_free_s[wire] > arrives:
-            arrives = timing.link_free_s[wire]
-        arrives += of.wire_s[action]
-        timing.link_free_s[wire] = arrives
-    timing.arrival_s[action] = arrives
-    return float(end)
+    rank = columns.rank[action]
+    end_s = start_s + columns.seconds[action]
+    timing.free_s[rank] = end_s
+    timing.held_bytes[rank] += columns.taken_bytes[action]
+    if timing.held_bytes[rank] > timing.peak_bytes[rank]:
+        timing.peak_bytes[rank] = timing.held_bytes[rank]
+    timing.held_bytes[rank] -= columns.freed_bytes[action]
+    arrival_s = end_s
+    link = columns.link[action]
+    if link >= 0:
+        if timing.link_free_s[link] > arrival_s:
+            arrival_s = timing.link_free_s[link]
+        arrival_s += columns.wire_s[action]
+        timing.link_free_s[link] = arrival_s
+    timing.arrival_s[action] = arrival_s
+    return float(end_s)
 
 
 def clear(timing: Any) -> None:
-    """Begin anew."""
-    for own in range(len(timing.free_s)):
-        timing.first_s[own] = timing.free_s[own] = -1.0  # has not begun
-        timing.held[own] = 0
-        timing.peak[own] = 0
+    """Reset the columns of ranks and links, so that another sequence can be timed."""
+    for rank in range(len(timing.free_s)):
+        timing.first_s[rank] = timing.free_s[rank] = -1.0  # has not begun
+        timing.held_bytes[rank] = 0
+        timing.peak_bytes[rank] = 0
     for link in range(len(timing.link_free_s)):
         timing.link_free_s[link] = 0.0
 
 
-def time_sequence(sequence: Any, of: Any, timing: Any) -> None:
+def time_sequence(sequence: Any, columns: Any, timing: Any) -> None:
     """Time all actions of a sequence, one after the other.
 
     It does itself what `earliest_s` and `put` do: compiled, calls with all columns take many times as long.
     """
     clear(timing)
-    rank, seconds, source, lag_s, link, wire_s = of.rank, of.seconds, of.source, of.lag_s, of.link, of.wire_s
-    taken, freed, held, peak = of.taken, of.freed, timing.held, timing.peak
-    start_s, end_s, arrival_s, link_free_s = timing.start_s, timing.end_s, timing.arrival_s, timing.link_free_s
-    first_s, free_s = timing.first_s, timing.free_s
+    ranks, links, sources, seconds = columns.rank, columns.link, columns.source, columns.seconds
+    lag_s, wire_s, taken_bytes, freed_bytes = columns.lag_s, columns.wire_s, columns.taken_bytes, columns.freed_bytes
+    starts_s, ends_s, arrivals_s, held_bytes = timing.start_s, timing.end_s, timing.arrival_s, timing.held_bytes
+    first_s, free_s, link_free_s, peak_bytes = timing.first_s, timing.free_s, timing.link_free_s, timing.peak_bytes
     begin_s = 1e300
     last_s = 0.0
     for index in range(len(sequence)):
         action = sequence[index]
-        own = rank[action]
-        at = free_s[own] if free_s[own] > 0.0 else 0.0
-        before = source[action]
-        if before >= 0 and rank[before] != own:
-            ready = arrival_s[before] + lag_s[action]
-            if ready > at:
-                at = ready
-        if free_s[own] < 0.0:
-            first_s[own] = at
-        end = at + seconds[action]
-        start_s[action] = at
-        end_s[action] = free_s[own] = arrives = end
-        held[own] += taken[action]
-        if held[own] > peak[own]:
-            peak[own] = held[own]
-        held[own] -= freed[action]
-        wire = link[action]
-        if wire >= 0:
-            if link_free_s[wire] > arrives:
-                arrives = link_free_s[wire]
-            arrives += wire_s[action]
-            link_free_s[wire] = arrives
-        arrival_s[action] = arrives
-        if at < begin_s:
-            begin_s = at
-        if end > last_s:
-            last_s = end
+        rank = ranks[action]
+        start_s = free_s[rank] if free_s[rank] > 0.0 else 0.0
+        source = sources[action]
+        if source >= 0 and ranks[source] != rank:
+            ready_s = arrivals_s[source] + lag_s[action]
+            if ready_s > start_s:
+                start_s = ready_s
+        if free_s[rank] < 0.0:
+            first_s[rank] = start_s
+        end_s = start_s + seconds[action]
+        starts_s[action] = start_s
+        ends_s[action] = free_s[rank] = arrival_s = end_s
+        held_bytes[rank] += taken_bytes[action]
+        if held_bytes[rank] > peak_bytes[rank]:
+            peak_bytes[rank] = held_bytes[rank]
+        held_bytes[rank] -= freed_bytes[action]
+        link = links[action]
+        if link >= 0:
+            if link_free_s[link] > arrival_s:
+                arrival_s = link_free_s[link]
+            arrival_s += wire_s[action]
+            link_free_s[link] = arrival_s
+        arrivals_s[action] = arrival_s
+        if start_s < begin_s:
+            begin_s = start_s
+        if end_s > last_s:
+            last_s = end_s
     longest_s = 0.0
-    for own in range(len(free_s)):
-        if free_s[own] - first_s[own] > longest_s:
-            longest_s = free_s[own] - first_s[own]
-    timing.makespan_s[0] = last_s - begin_s - of.launch_s
-    timing.span_s[0] = longest_s - of.launch_s
+    for rank in range(len(free_s)):
+        if free_s[rank] - first_s[rank] > longest_s:
+            longest_s = free_s[rank] - first_s[rank]
+    timing.makespan_s[0] = last_s - begin_s - columns.launch_s
+    timing.span_s[0] = longest_s - columns.launch_s
 
 
 TIMERS = (time_sequence, clear)

@@ -41,7 +41,7 @@ def W(stage, microbatch):  # noqa: N802
 
 
 def found(room):
-    return room.sweep.found[: room.sweep.num_found[0]].tolist()
+    return room.sweep.sequence[: room.sweep.length[0]].tolist()
 
 
 def test_idle_time_counts_from_the_first_action_of_a_rank():

@@ -95,7 +95,7 @@ class RankStages:
         problem = route.problem
         stages = list(problem.placement.stages_of_rank[rank])
         seconds = [problem.plane(problem.seconds, plane)[stages].max(axis=1) for plane in (FORWARD, INPUT, WEIGHT)]
-        sizes = problem.plane(problem.taken, FORWARD)[stages], problem.plane(problem.freed, WEIGHT)[stages]
+        sizes = problem.plane(problem.taken_bytes, FORWARD)[stages], problem.plane(problem.freed_bytes, WEIGHT)[stages]
         activation, context = (tuple(each.min(axis=1).tolist()) for each in sizes)
         forward, inputs, weight = (tuple(each.tolist()) for each in seconds)
         limit = int(problem.limit[rank])

@@ -11,19 +11,9 @@ from typing import Any
 import numpy as np
 
 from penstock.ir.hot import Hot
-from penstock.searching.problem import Ints, Problem
+from penstock.searching.problem import FORWARD, INPUT, Ints, Problem
 from penstock.searching.sequences import Columns, Timing, clear
-from penstock.searching.sweeps.common import (
-    HELPERS,
-    Sweep,
-    do,
-    fill,
-    flush,
-    has_more,
-    make_room,
-    most_idle_s,
-    next_of,
-)
+from penstock.searching.sweeps.common import HELPERS, Sweep, do, fill, flush, has_more, make_room, most_idle_s, next_of
 
 
 def line_sweeps(problem: Problem) -> Iterator[Ints | None]:
@@ -31,131 +21,130 @@ def line_sweeps(problem: Problem) -> Iterator[Ints | None]:
     columns = Columns.of(problem)
     for setting in product((True, False), repeat=3):
         sweep, timing = Sweep.of(problem), Timing.of(problem)
-        extra = np.zeros(problem.num_ranks, np.int64)
-        is_complete = _SWEEP.compiled(columns, sweep, timing, *setting, extra)
-        yield sweep.found if is_complete else None
+        forwards = np.zeros(problem.num_ranks, np.int64)
+        is_complete = _SWEEP.compiled(columns, sweep, timing, *setting, forwards)
+        yield sweep.sequence if is_complete else None
 
 
 def _sweep_line(
-    of: Any, sweep: Any, timing: Any, ends_before_input: bool, prefers_inputs: bool, is_within: bool, extra: Any
+    columns: Any, sweep: Any, timing: Any, ends_before_input: bool, prefers_inputs: bool, is_within: bool, forwards: Any
 ) -> bool:
-    """Fill a sequence; return whether it could be completed. `extra` is room for the F of each rank in a sweep."""
+    """Fill a sequence; return whether it could be completed. `forwards` has room for how many F each rank runs next."""
     clear(timing)
-    if not _warm_up(of, sweep, timing, ends_before_input, extra):
+    if not _warm_up(columns, sweep, timing, ends_before_input, forwards):
         return False
     num_ranks = sweep.num_ranks
     for _microbatch in range(1, sweep.num_microbatches):
-        _choose_forwards(of, sweep, timing, prefers_inputs, extra)
+        _choose_forwards(columns, sweep, timing, prefers_inputs, forwards)
         for rank in range(num_ranks):
-            if extra[rank] and not _run(of, sweep, timing, 0, rank, is_within):
+            if forwards[rank] and not _run_next(columns, sweep, timing, FORWARD, rank, is_within):
                 return False
         for rank in range(num_ranks - 1, -1, -1):
-            if not has_input(sweep, rank) or not _run(of, sweep, timing, 1, rank, is_within):
+            if not has_input(sweep, rank) or not _run_next(columns, sweep, timing, INPUT, rank, is_within):
                 return False
     for rank in range(num_ranks):
-        flush(of, sweep, timing, rank)
+        flush(columns, sweep, timing, rank)
     return True
 
 
-def _run(of: Any, sweep: Any, timing: Any, plane: int, rank: int, is_within: bool) -> bool:
+def _run_next(columns: Any, sweep: Any, timing: Any, plane: int, rank: int, is_within: bool) -> bool:
     """Run the next F or I of a rank, with W in the time before it; return whether memory allows it."""
     action = next_of(sweep, plane, rank)
-    if not make_room(of, sweep, timing, action):
+    if not make_room(columns, sweep, timing, action):
         return False
-    fill(of, sweep, timing, action, True, is_within)
-    if plane == 1 and rank == 0 and not has_more(sweep, 0, rank):
-        flush(of, sweep, timing, rank)
-    do(of, sweep, timing, action)
+    fill(columns, sweep, timing, action, True, is_within)
+    if plane == INPUT and rank == 0 and not has_more(sweep, FORWARD, rank):
+        flush(columns, sweep, timing, rank)
+    do(columns, sweep, timing, action)
     return True
 
 
 def has_input(sweep: Any, rank: int) -> bool:
     """Whether the F of a rank's next I has run."""
-    return bool(sweep.reached[0, rank] > sweep.reached[1, rank])
+    return bool(sweep.num_run[FORWARD, rank] > sweep.num_run[INPUT, rank])
 
 
-def _warm_up(of: Any, sweep: Any, timing: Any, ends_before_input: bool, extra: Any) -> bool:
+def _warm_up(columns: Any, sweep: Any, timing: Any, ends_before_input: bool, forwards: Any) -> bool:
     """Run the F before the first I of each rank, and this I; return whether memory allows it."""
     for rank in range(sweep.num_ranks):
-        action = next_of(sweep, 0, rank)
-        if of.taken[action] > of.limit[rank]:
+        action = next_of(sweep, FORWARD, rank)
+        if columns.taken_bytes[action] > columns.limit[rank]:
             return False
-        do(of, sweep, timing, action)
-    _count_extra(of, sweep, timing, ends_before_input, extra)
+        do(columns, sweep, timing, action)
+    _count_forwards(columns, sweep, timing, ends_before_input, forwards)
     for rank in range(sweep.num_ranks):
-        for _ in range(extra[rank]):
-            do(of, sweep, timing, next_of(sweep, 0, rank))
+        for _ in range(forwards[rank]):
+            do(columns, sweep, timing, next_of(sweep, FORWARD, rank))
     for rank in range(sweep.num_ranks - 1, -1, -1):
-        action = next_of(sweep, 1, rank)
-        if timing.held[rank] + of.taken[action] > of.limit[rank]:
+        action = next_of(sweep, INPUT, rank)
+        if timing.held_bytes[rank] + columns.taken_bytes[action] > columns.limit[rank]:
             return False
-        do(of, sweep, timing, action)
+        do(columns, sweep, timing, action)
     return True
 
 
-def _count_extra(of: Any, sweep: Any, timing: Any, ends_before_input: bool, extra: Any) -> None:
+def _count_forwards(columns: Any, sweep: Any, timing: Any, ends_before_input: bool, forwards: Any) -> None:
     """Count the F that each rank runs between the F and the I of the first microbatch."""
-    inputs_s = 0.0  # when the I of the rank behind ends
+    input_end_s = 0.0  # when the first I of the next rank ends
     for rank in range(sweep.num_ranks - 1, -1, -1):
-        extra[rank] = 0
-        first = next_of(sweep, 1, rank)
-        starts_s = timing.free_s[rank]
+        forwards[rank] = 0
+        first = next_of(sweep, INPUT, rank)
+        start_s = timing.free_s[rank]
         if rank < sweep.num_ranks - 1:
-            starts_s = inputs_s + of.lag_s[first] + of.wire_s[of.source[first]]
-        held, at_s = timing.held[rank], timing.free_s[rank]
-        while sweep.reached[0, rank] + extra[rank] < sweep.num_microbatches and rank < sweep.num_ranks - 1:
-            action = next_of(sweep, 0, rank) + extra[rank]
-            if held + of.taken[action] > of.limit[rank]:
+            start_s = input_end_s + columns.lag_s[first] + columns.wire_s[columns.source[first]]
+        held_bytes, free_s = timing.held_bytes[rank], timing.free_s[rank]
+        while sweep.num_run[FORWARD, rank] + forwards[rank] < sweep.num_microbatches and rank < sweep.num_ranks - 1:
+            action = next_of(sweep, FORWARD, rank) + forwards[rank]
+            if held_bytes + columns.taken_bytes[action] > columns.limit[rank]:
                 break
-            if at_s >= starts_s or (ends_before_input and at_s + of.seconds[action] > starts_s):
+            if free_s >= start_s or (ends_before_input and free_s + columns.seconds[action] > start_s):
                 break
-            held += of.taken[action]
-            at_s += of.seconds[action]
-            extra[rank] += 1
-        inputs_s = (at_s if at_s > starts_s else starts_s) + of.seconds[first]
+            held_bytes += columns.taken_bytes[action]
+            free_s += columns.seconds[action]
+            forwards[rank] += 1
+        input_end_s = (free_s if free_s > start_s else start_s) + columns.seconds[first]
     for rank in range(1, sweep.num_ranks):
-        most = extra[rank - 1]
-        if most > 0 and sweep.reached[0, rank] + extra[rank] < sweep.num_microbatches:
+        most = forwards[rank - 1]
+        if most > 0 and sweep.num_run[FORWARD, rank] + forwards[rank] < sweep.num_microbatches:
             most -= 1
-        if extra[rank] > most:
-            extra[rank] = most
+        if forwards[rank] > most:
+            forwards[rank] = most
 
 
-def _choose_forwards(of: Any, sweep: Any, timing: Any, prefers_inputs: bool, extra: Any) -> None:
-    """Choose which ranks run an F in this sweep: no rank where the one behind it runs none, but for its last F."""
+def _choose_forwards(columns: Any, sweep: Any, timing: Any, prefers_inputs: bool, forwards: Any) -> None:
+    """Choose which ranks run an F in this sweep: no rank where the next one runs none, but for its last F."""
     for rank in range(sweep.num_ranks):
-        extra[rank] = 0
-        if has_more(sweep, 0, rank):
-            is_left_out = prefers_inputs and rank + 1 < sweep.num_ranks and _delays_input(of, sweep, timing, rank)
-            extra[rank] = 0 if is_left_out else 1
+        forwards[rank] = 0
+        if has_more(sweep, FORWARD, rank):
+            is_left_out = prefers_inputs and rank + 1 < sweep.num_ranks and _delays_input(columns, sweep, timing, rank)
+            forwards[rank] = 0 if is_left_out else 1
     for rank in range(sweep.num_ranks - 2, -1, -1):
-        if extra[rank + 1] < extra[rank]:
-            extra[rank] = extra[rank + 1]
+        if forwards[rank + 1] < forwards[rank]:
+            forwards[rank] = forwards[rank + 1]
 
 
-def _delays_input(of: Any, sweep: Any, timing: Any, rank: int) -> bool:
+def _delays_input(columns: Any, sweep: Any, timing: Any, rank: int) -> bool:
     """Whether an F of a rank would delay its next I, and idling until then does not make it the one that idles most."""
-    behind = rank + 1
-    if sweep.reached[0, rank] < sweep.reached[0, behind] + 2:
+    next_rank = rank + 1
+    if sweep.num_run[FORWARD, rank] < sweep.num_run[FORWARD, next_rank] + 2:
         return False
-    source = next_of(sweep, 1, behind)
-    forward = next_of(sweep, 0, rank)
-    comes_s = timing.free_s[behind] + of.seconds[next_of(sweep, 0, behind)] + of.seconds[source]
-    comes_s += of.lag_s[next_of(sweep, 1, rank)] + of.wire_s[source]
-    if timing.free_s[rank] >= comes_s:
+    source, forward = next_of(sweep, INPUT, next_rank), next_of(sweep, FORWARD, rank)
+    arrival_s = timing.free_s[next_rank] + columns.seconds[next_of(sweep, FORWARD, next_rank)] + columns.seconds[source]
+    arrival_s += columns.lag_s[next_of(sweep, INPUT, rank)] + columns.wire_s[source]
+    if timing.free_s[rank] >= arrival_s:
         return True
-    ends_s = timing.free_s[rank] + of.seconds[forward]
-    held = timing.held[rank] + of.taken[forward]
-    place = sweep.num_waiting[rank, 0]
-    while held > of.limit[rank] and place < sweep.num_waiting[rank, 1]:
-        weight = sweep.waiting[rank, place]
-        ends_s += of.seconds[weight]
-        held -= of.freed[weight]
-        place += 1
-    if ends_s <= comes_s:
+    end_s = timing.free_s[rank] + columns.seconds[forward]
+    held_bytes = timing.held_bytes[rank] + columns.taken_bytes[forward]
+    index = sweep.weight_range[rank, 0]
+    while held_bytes > columns.limit[rank] and index < sweep.weight_range[rank, 1]:
+        weight = sweep.weights[rank, index]
+        end_s += columns.seconds[weight]
+        held_bytes -= columns.freed_bytes[weight]
+        index += 1
+    if end_s <= arrival_s:
         return False
-    return bool(comes_s - timing.free_s[rank] <= most_idle_s(sweep, rank) - sweep.idle_s[rank])
+    return bool(arrival_s - timing.free_s[rank] <= most_idle_s(sweep, rank) - sweep.idle_s[rank])
 
 
-_HELPERS = (_run, _warm_up, _count_extra, _choose_forwards, _delays_input, has_input)
+_HELPERS = (_run_next, _warm_up, _count_forwards, _choose_forwards, _delays_input, has_input)
 _SWEEP = Hot(_sweep_line, *_HELPERS, *HELPERS, clear)
