@@ -2,7 +2,7 @@
 
 from penstock.placement import Placement
 from penstock.searching.bounds import Bound, Route
-from penstock.searching.bounds.bound import RankStages
+from penstock.searching.bounds.bound import RankCosts
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of
 
@@ -63,9 +63,9 @@ def test_seconds_are_those_of_the_slowest_microbatch_and_bytes_of_the_smallest()
         microbatch_compute_factor=(2.0, 1.0),
         microbatch_bytes_factor=(1.0, 1.5),
     )
-    own = RankStages.of(Route(problem_of(Placement.vee(2), 2, costs, 90)), 0)
+    costs_of_rank = RankCosts.of(Route(problem_of(Placement.vee(2), 2, costs, 90)), 0)
 
-    assert own == RankStages((0, 3), 2, 90, (10, 40), (4, 10), (2.0, 8.0), (10.0, 10.0), (1.0, 1.0))
-    assert (own.room(0), own.room(1)) == (80, 40)
-    assert (own.most_activations(0), own.most_activations(1)) == (9, 9)
-    assert own.all_of([1]) == 8.0 + 10.0 + 1.0
+    assert costs_of_rank == RankCosts((0, 3), 2, 90, (10, 40), (4, 10), (2.0, 8.0), (10.0, 10.0), (1.0, 1.0))
+    assert (costs_of_rank.room(0), costs_of_rank.room(1)) == (80, 40)
+    assert (costs_of_rank.most_activations(0), costs_of_rank.most_activations(1)) == (9, 9)
+    assert costs_of_rank.all_of([1]) == 8.0 + 10.0 + 1.0

@@ -2,7 +2,7 @@
 
 from penstock.placement import Placement
 from penstock.searching.bounds import Route
-from penstock.searching.bounds.bound import RankStages
+from penstock.searching.bounds.bound import RankCosts
 from penstock.searching.bounds.rounds import rounds_of
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of
@@ -11,7 +11,7 @@ from tests.searching.cases import problem_of
 def rounds(placement, microbatches, limit, rank, place, **others):
     costs = Costs.uniform(activation_bytes=7, weight_context_bytes=3, **others)
     route = Route(problem_of(placement, microbatches, costs, limit))
-    return rounds_of(route, RankStages.of(route, rank), place)
+    return rounds_of(route, RankCosts.of(route, rank), place)
 
 
 def test_on_the_last_rank_of_a_v_both_activations_must_have_gone_before_the_next_second_f():

@@ -7,22 +7,23 @@ from penstock.searching.problem import FORWARD, INPUT, WEIGHT, Problem
 
 
 def of_work(route: Route) -> Iterator[Bound]:
-    """A rank's span: all that it computes."""
+    """Yield a bound of each rank's span: all that it computes."""
     for rank in range(route.problem.num_ranks):
         yield route.bound("work", rank, {"work": work_of(route.problem, rank)})
 
 
 def of_begin_and_work(route: Route) -> Iterator[Bound]:
-    """A step: a rank begins when the first microbatch has come to it, and then computes all that it has to."""
+    """Yield a bound of a step per rank, which begins when a microbatch has come, and then does all its work."""
     for rank, stages in enumerate(route.problem.placement.stages_of_rank):
         begin = route.forwards_between(0, stages[0])
         yield route.bound("begin and work", rank, {"begin": begin, "work": work_of(route.problem, rank)})
 
 
 def of_inputs_and_end(route: Route) -> Iterator[Bound]:
-    """A step, and the span of the first stage's rank: behind the last I of a rank come those of the stages before it.
+    """Yield bounds of a step, and of the span of the first stage's rank.
 
-    Before this last I the rank has run all its F and I. Its W may come later.
+    When the last I of a rank ends, it has run all its F and I; its W may come later. Behind this I come those of the
+    stages before it.
     """
     problem = route.problem
     for rank, stages in enumerate(problem.placement.stages_of_rank):
@@ -39,7 +40,7 @@ def of_inputs_and_end(route: Route) -> Iterator[Bound]:
 
 
 def of_slowest_microbatch(route: Route) -> Iterator[Bound]:
-    """A step, and the span of the first stage's rank: the way of one microbatch through all stages and back."""
+    """Yield a bound of a step, and of the span of the first stage's rank: one microbatch on all stages and back."""
     problem = route.problem
     forward, inputs, weight = (problem.plane(problem.seconds, plane) for plane in (FORWARD, INPUT, WEIGHT))
     seconds = forward.sum(axis=0) + inputs.sum(axis=0) + weight[0]

@@ -22,27 +22,27 @@ def most_seconds(kinds: Kinds, room: int) -> float:
     if len(sizes) > 2:
         return free + _cut(kinds, room)
     small, big = sizes[0], sizes[-1]
-    of_big, of_small = ([kind for kind in kinds if kind[0] == size] for size in (big, small))
+    big_kinds, small_kinds = ([kind for kind in kinds if kind[0] == size] for size in (big, small))
     if small == big:
-        return free + _best_of(of_big, room // big)[-1]
-    best_of_small = _best_of(of_small, room // small)
-    found = [
-        seconds + best_of_small[min((room - number * big) // small, len(best_of_small) - 1)]
-        for number, seconds in enumerate(_best_of(of_big, room // big))
-    ]
-    return free + max(found)
+        return free + _best_of(big_kinds, room // big)[-1]
+    best_of_small = _best_of(small_kinds, room // small)
+    return free + max(
+        seconds + best_of_small[min((room - num_big * big) // small, len(best_of_small) - 1)]
+        for num_big, seconds in enumerate(_best_of(big_kinds, room // big))
+    )
 
 
 def _best_of(kinds: Kinds, most: int) -> list[float]:
-    """[up to `most` + 1] the most seconds of 0, 1, ... pieces."""
-    seconds = [each for _, each, count in kinds for each in [each] * min(count, most)]
-    return list(accumulate(sorted(seconds, reverse=True)[:most], initial=0.0))
+    """Return the most seconds of 0, 1, ... pieces, of no more than `most` pieces."""
+    seconds_of_pieces = [seconds for _, seconds, count in kinds for _ in range(min(count, most))]
+    return list(accumulate(sorted(seconds_of_pieces, reverse=True)[:most], initial=0.0))
 
 
 def _cut(kinds: Kinds, room: int) -> float:
-    total, left = 0.0, float(room)
+    """Return the most seconds of pieces that fit into a room where the last one may be cut."""
+    total, free_bytes = 0.0, float(room)
     for size, seconds, count in sorted(kinds, key=lambda kind: kind[1] / kind[0], reverse=True):
-        number = min(count, left / size)
-        total += number * seconds
-        left -= number * size
+        num_pieces = min(count, free_bytes / size)
+        total += num_pieces * seconds
+        free_bytes -= num_pieces * size
     return total
