@@ -5,7 +5,7 @@ import pytest
 
 from penstock.placement import Placement
 from penstock.schedules import build
-from penstock.searching.exact_model import Model, groups_alike, reached, waits_of
+from penstock.searching.exact_model import Model, groups_alike, transitive_closure, waits_of
 from penstock.searching.sequences import run, sequence_of
 from penstock.searching.ticks import Ticks
 from penstock.simulation import Costs
@@ -37,7 +37,7 @@ def test_an_action_waits_for_its_source_what_it_saved_and_the_microbatch_before_
     # F are 0 to 2, I 3 to 5, W 6 to 8; microbatches 0 and 2 are alike.
     of_microbatches = {(0, 3), (3, 6), (1, 4), (4, 7), (2, 5), (5, 8)}
     assert {tuple(pair) for pair in np.argwhere(waits).tolist()} == of_microbatches | {(0, 2), (3, 5), (6, 8)}
-    assert np.flatnonzero(reached(waits)[0]).tolist() == [2, 3, 5, 6, 8]
+    assert np.flatnonzero(transitive_closure(waits)[0]).tolist() == [2, 3, 5, 6, 8]
 
 
 def test_a_literal_is_made_only_where_waits_leave_the_order_open():

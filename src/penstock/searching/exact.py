@@ -17,19 +17,19 @@ from penstock.searching.sequences import run
 from penstock.searching.ticks import Ticks
 
 MOST_ACTIONS = 400
-"""Of a problem for which a proof can be had in some seconds."""
+"""The most actions of a problem for which a proof can be had in some seconds."""
 LOOKS_AGAIN_S = 0.05
-"""For Ctrl-C, while the solver runs."""
+"""The seconds between two looks for Ctrl-C while the solver runs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exact:
+class Solution:
     """The solver's result."""
 
     sequence: Ints | None
-    """The best that it found, which fits; None where it found none."""
+    """The best sequence that the solver found, which fits; None where it found none."""
     bound_s: float
-    """No order goes below it; infinite where no order fits."""
+    """The seconds that no order goes below; infinite where no order fits."""
     is_proved: bool
     """Whether the sequence is at the bound, both in ticks; or no order fits."""
     was_interrupted: bool = False
@@ -37,8 +37,8 @@ class Exact:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """The arguments of `solve`."""
+class _Instance:
+    """A problem as `solve` gets it, and in ticks."""
 
     problem: Problem
     ticks: Ticks
@@ -57,32 +57,35 @@ def is_installed() -> bool:
     return find_spec("ortools") is not None
 
 
-def solve(problem: Problem, start: Ints | None, *, by_span: bool, seconds: float, seed: int = 0) -> Exact:
+def solve(problem: Problem, start: Ints | None, *, by_span: bool, seconds: float, seed: int = 0) -> Solution:
     """Look for a sequence of least makespan, or span, for so many seconds.
 
     `start` is a sequence from which to begin. Ctrl-C ends the search; the best so far is returned. Before the solver
     runs, Ctrl-C is raised.
     """
     end_s = time.perf_counter() + seconds
-    asked = _Asked(problem, Ticks.of(problem), by_span, seed)
+    instance = _Instance(problem, Ticks.of(problem), by_span, seed)
     if not by_span:
-        return _attempt(asked, start, end_s)
+        return _attempt(instance, start, end_s)
     # The best order is most often one in which all ranks begin as soon as they can. The bound is one of all orders.
-    prompt = _attempt(asked, start, end_s - seconds / 2, is_prompt=True)
+    prompt = _attempt(instance, start, end_s - seconds / 2, is_prompt=True)
     if prompt.was_interrupted:
         return replace(prompt, bound_s=0.0, is_proved=False)
-    every = _attempt(asked, start if prompt.sequence is None else prompt.sequence, end_s)
-    return every if every.is_proved or prompt.sequence is None else replace(every, sequence=prompt.sequence)
+    solution = _attempt(instance, start if prompt.sequence is None else prompt.sequence, end_s)
+    if solution.is_proved or prompt.sequence is None:
+        return solution
+    return replace(solution, sequence=prompt.sequence)
 
 
-def _attempt(asked: _Asked, start: Ints | None, end_s: float, *, is_prompt: bool = False) -> Exact:
+def _attempt(instance: _Instance, start: Ints | None, end_s: float, *, is_prompt: bool = False) -> Solution:
+    """Run the solver until a time; `is_prompt` lets ranks begin only as soon as they can."""
     from ortools.sat.python import cp_model
 
-    of_start = asked.objective(start)
-    model = _model(asked, start, of_start, is_prompt=is_prompt)
+    start_objective = instance.objective(start)
+    model = _model(instance, start, start_objective, is_prompt=is_prompt)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.random_seed = asked.seed
+    solver.parameters.random_seed = instance.seed
     # Presolve of 9.15.6755 calls 1 in 100 of these models infeasible that are not (or-tools#5274), and saves no time.
     solver.parameters.cp_model_presolve = False
     # Linear programs take longer than what they prove is worth, and with fine ticks may never end.
@@ -92,29 +95,29 @@ def _attempt(asked: _Asked, start: Ints | None, end_s: float, *, is_prompt: bool
     solver.parameters.max_time_in_seconds = max(end_s - time.perf_counter(), 0.0)
     status, was_interrupted = _run(solver, model)
     assert status != cp_model.MODEL_INVALID, model.constraints.validate()
-    if status == cp_model.INFEASIBLE and of_start is None:
-        return Exact(None, math.inf, not is_prompt, was_interrupted)
+    if status == cp_model.INFEASIBLE and start_objective is None:
+        return Solution(None, math.inf, not is_prompt, was_interrupted)
     sequence = model.sequence(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    objective = asked.objective(sequence)
+    objective = instance.objective(sequence)
     # A bound is a whole number; the solver returns it in floating point.
     bound = max(math.floor(solver.best_objective_bound + 0.5), 0)
-    if status == cp_model.INFEASIBLE or (of_start is not None and of_start < bound and not is_prompt):
+    if status == cp_model.INFEASIBLE or (start_objective is not None and start_objective < bound and not is_prompt):
         bound = 0  # the start shows that the solver is wrong
     is_proved = objective is not None and objective <= bound
-    bound_s = asked.ticks.bound_s(bound, by_span=asked.by_span)
-    return Exact(None if objective is None else sequence, bound_s, is_proved, was_interrupted)
+    bound_s = instance.ticks.bound_s(bound, by_span=instance.by_span)
+    return Solution(None if objective is None else sequence, bound_s, is_proved, was_interrupted)
 
 
-def _model(asked: _Asked, start: Ints | None, of_start: int | None, *, is_prompt: bool) -> Model:
-    """Return the constraints, with a start as a hint, and as what is not to be exceeded if it fits."""
-    ticks, by_span = asked.ticks, asked.by_span
+def _model(instance: _Instance, start: Ints | None, start_objective: int | None, *, is_prompt: bool) -> Model:
+    """Return the constraints; a start is a hint, and its objective, if it fits, is not to be exceeded."""
+    ticks, by_span = instance.ticks, instance.by_span
     # Of two orders, that with the shorter span may have the longer makespan.
-    horizon = ticks.total if by_span or of_start is None else of_start
+    horizon = ticks.total if by_span or start_objective is None else start_objective
     model = Model(ticks.problem, horizon, by_span=by_span, is_prompt=is_prompt, lost=ticks.lost_by_times)
     if start is not None:
         model.hint(start)
-    if of_start is not None and not is_prompt:  # a start need not be prompt
-        model.at_most(of_start)
+    if start_objective is not None and not is_prompt:  # a start need not be prompt
+        model.at_most(start_objective)
     return model
 
 

@@ -25,7 +25,7 @@ from penstock.searching.sequences import run
 
 Bools = NDArray[np.bool_]
 STEPS = 4
-"""Of a mean F, in which a rank may begin later than it could. Finer ones prove little more, in far more time."""
+"""The steps of a mean F in which a rank may begin later than it could; finer ones prove little more, and take long."""
 
 
 class Model:
@@ -36,7 +36,7 @@ class Model:
     ) -> None:
         """Add all constraints of times up to a horizon.
 
-        `is_prompt`: in a span, ranks begin as soon as they can. `lost`: ticks by which a time may be below its seconds.
+        With `is_prompt`, ranks of a span begin as soon as they can. Times may be `lost` ticks below their seconds.
         """
         from ortools.sat.python import cp_model
 
@@ -47,11 +47,11 @@ class Model:
         self._objective = self.constraints.new_int_var(0, horizon, "objective")
         new = self.constraints.new_int_var
         self._starts = [new(0, max(horizon - seconds, 0), "") for seconds in self._seconds]
-        self._ends = [start + seconds for start, seconds in zip(self._starts, self._seconds, strict=True)]
-        self._leaves = {int(each): new(0, horizon, "") for each in np.flatnonzero(problem.link >= 0)}
+        self._end_times = [start + seconds for start, seconds in zip(self._starts, self._seconds, strict=True)]
+        self._leaves = {int(action): new(0, horizon, "") for action in np.flatnonzero(problem.link >= 0)}
         self._groups = groups_alike(problem)
-        self._before = waits_of(problem, self._groups)
-        self._known = reached(self._before)
+        self._waits = waits_of(problem, self._groups)
+        self._precedes = transitive_closure(self._waits)
         self.literals: dict[tuple[int, int], Any] = {}
         self._add_ranks_and_links()
         self._add_waits()
@@ -66,85 +66,89 @@ class Model:
         interval, add_no_overlap = self.constraints.new_fixed_size_interval_var, self.constraints.add_no_overlap
         problem = self.problem
         for rank in range(problem.num_ranks):
-            own = np.flatnonzero(problem.rank == rank).tolist()
-            add_no_overlap([interval(self._starts[each], self._seconds[each], "") for each in own])
+            actions = np.flatnonzero(problem.rank == rank).tolist()
+            add_no_overlap([interval(self._starts[action], self._seconds[action], "") for action in actions])
         wire = problem.wire_s.astype(np.int64)
         for link in np.unique(problem.link[problem.link >= 0]):
-            own = np.flatnonzero(problem.link == link).tolist()
-            add_no_overlap([interval(self._leaves[each], int(wire[each]), "") for each in own])
-            for place, one in enumerate(own):
-                self.constraints.add(self._leaves[one] >= self._ends[one])
-                for other in own[:place]:
-                    self._add_in_turn(one, other, int(wire[one]), int(wire[other]))
+            senders = np.flatnonzero(problem.link == link).tolist()
+            add_no_overlap([interval(self._leaves[sender], int(wire[sender]), "") for sender in senders])
+            for index, sender in enumerate(senders):
+                self.constraints.add(self._leaves[sender] >= self._end_times[sender])
+                for earlier_sender in senders[:index]:
+                    self._add_in_turn(sender, earlier_sender)
 
-    def _add_in_turn(self, one: int, other: int, wire: int, wire_of_other: int) -> None:
-        """Let two messages of a link leave as they are made."""
-        is_first = self._is_first(one, other)
-        if is_first is not False:
-            _add_if(self.constraints, is_first, self._leaves[other] >= self._leaves[one] + wire)
-        if is_first is not True:
-            is_second = self._is_first(other, one)
-            _add_if(self.constraints, is_second, self._leaves[one] >= self._leaves[other] + wire_of_other)
+    def _add_in_turn(self, first: int, second: int) -> None:
+        """Let the messages of two actions on a link leave as they are made."""
+        for sender, next_sender in ((first, second), (second, first)):
+            is_first = self._is_first(sender, next_sender)
+            if is_first is not False:
+                free_time = self._leaves[sender] + int(self.problem.wire_s[sender])
+                _add_if(self.constraints, is_first, self._leaves[next_sender] >= free_time)
 
     def _add_waits(self) -> None:
-        for one, other in np.argwhere(self._before).tolist():
-            self.constraints.add(self._starts[other] >= self._ready(one, other))
+        for source, action in np.argwhere(self._waits).tolist():
+            self.constraints.add(self._starts[action] >= self._ready(source, action))
 
-    def _ready(self, one: int, other: int) -> Any:
-        """Return when an action has come to another one that waits for it."""
+    def _ready(self, source: int, action: int) -> Any:
+        """Return when the result of a source has come to an action that waits for it."""
         problem = self.problem
-        if problem.rank[one] == problem.rank[other]:
-            return self._ends[one]
-        left = self._leaves[one] + int(problem.wire_s[one]) if one in self._leaves else self._ends[one]
-        return left + int(problem.lag_s[other])
+        if problem.rank[source] == problem.rank[action]:
+            return self._end_times[source]
+        on_link = source in self._leaves
+        arrival = self._leaves[source] + int(problem.wire_s[source]) if on_link else self._end_times[source]
+        return arrival + int(problem.lag_s[action])
 
     # ---- memory
 
-    def _is_first(self, one: int, other: int) -> Any:
-        """Return whether an action of a rank runs before another one: True, False or a literal."""
-        if self._known[one, other] or self._known[other, one]:
-            return bool(self._known[one, other])
-        if (one, other) not in self.literals:
+    def _is_first(self, first: int, second: int) -> Any:
+        """Return whether the first of two actions of a rank runs before the second: True, False or a literal."""
+        if self._precedes[first, second] or self._precedes[second, first]:
+            return bool(self._precedes[first, second])
+        if (first, second) not in self.literals:
             literal = self.constraints.new_bool_var("")
-            self.literals[one, other], self.literals[other, one] = literal, ~literal
-            _add_if(self.constraints, literal, self._starts[other] >= self._ends[one])
-            _add_if(self.constraints, ~literal, self._starts[one] >= self._ends[other])
-        return self.literals[one, other]
+            self.literals[first, second], self.literals[second, first] = literal, ~literal
+            _add_if(self.constraints, literal, self._starts[second] >= self._end_times[first])
+            _add_if(self.constraints, ~literal, self._starts[first] >= self._end_times[second])
+        return self.literals[first, second]
 
     def _add_memory(self, rank: int) -> None:
-        """Limit what a rank holds at each start of what takes, and behind each end of what frees less than nothing."""
-        own = np.flatnonzero(self.problem.rank == rank)
-        taken, freed = self.problem.taken_bytes[own], self.problem.freed_bytes[own]
-        largest = taken + np.maximum(-freed, 0)
+        """Limit what a rank holds at each start that takes bytes, and after each end that frees less than nothing.
+
+        Bytes are counted in their largest common unit.
+        """
+        actions = np.flatnonzero(self.problem.rank == rank)
+        taken_bytes, freed_bytes = self.problem.taken_bytes[actions], self.problem.freed_bytes[actions]
+        largest = taken_bytes + np.maximum(-freed_bytes, 0)
         if largest.sum() <= self.problem.limit[rank]:
             return
-        unit = math.gcd(*taken.tolist(), *freed.tolist())
-        limit, change = int(self.problem.limit[rank]) // unit, (taken - freed) // unit
-        for place in np.flatnonzero(largest).tolist():
-            held = int(largest[place]) // unit
-            for other in np.flatnonzero(change).tolist():
-                if other != place:
-                    held = held + int(change[other]) * self._is_first(int(own[other]), int(own[place]))
-            self.constraints.add(held <= limit)
+        unit = math.gcd(*taken_bytes.tolist(), *freed_bytes.tolist())
+        limit, changes = int(self.problem.limit[rank]) // unit, (taken_bytes - freed_bytes) // unit
+        for action, action_bytes in zip(actions[largest != 0].tolist(), largest[largest != 0].tolist(), strict=True):
+            level = action_bytes // unit
+            for earlier, change in zip(actions.tolist(), changes.tolist(), strict=True):
+                if earlier != action and change:
+                    level = level + change * self._is_first(earlier, action)
+            self.constraints.add(level <= limit)
 
     def _add_implications(self) -> None:
-        """Let what comes before an action come before all that comes behind it: times alone show this late."""
+        """Let what an action waits for on its rank precede all that the action precedes: times alone show this late."""
         rank = self.problem.rank
-        own = [np.flatnonzero(column & (rank == rank[each])).tolist() for each, column in enumerate(self._before.T)]
-        for (one, other), literal in self.literals.items():
-            for before in own[one]:
-                if (before, other) in self.literals:
-                    self.constraints.add_implication(literal, self.literals[before, other])
+        waits_on_rank = self._waits & (rank[:, None] == rank)
+        sources = [np.flatnonzero(column).tolist() for column in waits_on_rank.T]
+        for (first, second), literal in self.literals.items():
+            for source in sources[first]:
+                if (source, second) in self.literals:
+                    self.constraints.add_implication(literal, self.literals[source, second])
 
     # ---- objective
 
     def _add_objective(self, begins: list[Any]) -> None:
-        """Count to the last end of each rank, from its begin."""
+        """Minimize the largest of all ranks' times from their begins to their last ends."""
         problem = self.problem
         weight = problem.plane(np.arange(problem.num_actions), WEIGHT)
         for rank, stages in enumerate(problem.placement.stages_of_rank):
             for action in (int(weight[stage, group[-1]]) for stage in stages for group in self._groups):
-                self.constraints.add(self._objective >= self._ends[action] - begins[rank])
+                self.constraints.add(self._objective >= self._end_times[action] - begins[rank])
             self.constraints.add(self._objective >= int(problem.seconds[problem.rank == rank].sum()))
         self.constraints.minimize(self._objective)
 
@@ -159,7 +163,7 @@ class Model:
         problem, add = self.problem, self.constraints.add
         forward = problem.plane(np.arange(problem.num_actions), FORWARD)
         ways, seconds = _ways(problem), problem.plane(problem.seconds, FORWARD).astype(np.int64)
-        come, least = np.cumsum(ways, axis=0), np.cumsum(ways.min(axis=1))
+        arrivals, least_arrivals = np.cumsum(ways, axis=0), np.cumsum(ways.min(axis=1))
         step = max(int(seconds.mean()) // STEPS, 1)
         latest = self._horizon + step + lost
         heads = [group[0] for group in self._groups]
@@ -169,18 +173,18 @@ class Model:
         for first in (stages[0] for stages in problem.placement.stages_of_rank):
             starts = [self._starts[forward[first, head]] for head in heads]
             begin = self.constraints.new_int_var(0, latest, "")
-            is_first = self.constraints.new_bool_var("")  # the microbatch with which all begin
+            is_first = self.constraints.new_bool_var("")  # whether the rank begins with that microbatch
             for literal, head, start in zip(chosen, heads, starts, strict=True):
                 add(begin <= start).only_enforce_if(is_first)  # [1]
-                add(start == int(come[first, head])).only_enforce_if(literal, is_first)
-                add(begin == int(come[first, head])).only_enforce_if(literal, is_first)
+                add(start == int(arrivals[first, head])).only_enforce_if(literal, is_first)
+                add(begin == int(arrivals[first, head])).only_enforce_if(literal, is_first)
             begins.append(begin)
             if is_prompt or first == 0:
                 add(is_first == 1)
                 continue
             steps = self.constraints.new_int_var(0, latest // step, "")
-            add(begin == int(least[first]) + step * steps).only_enforce_if(~is_first)  # [2]
-            earliest = int(least[first]) + int(seconds[:first].min())
+            add(begin == int(least_arrivals[first]) + step * steps).only_enforce_if(~is_first)  # [2]
+            earliest = int(least_arrivals[first]) + int(seconds[:first].min())
             for start in starts:
                 add(start >= earliest).only_enforce_if(~is_first)
                 add(start >= begin - step + 1 - lost).only_enforce_if(~is_first)
@@ -195,9 +199,8 @@ class Model:
     def hint(self, sequence: Ints) -> None:
         """Let the solver begin with a sequence."""
         timed = run(self.problem, sequence)
-        start_s, arrival_s = (
-            _in_turn(self.problem, self._groups, column) for column in (timed.start_s, timed.arrival_s)
-        )
+        columns = timed.start_s, timed.arrival_s
+        start_s, arrival_s = (_in_turn(self.problem, self._groups, column) for column in columns)
         leaves = (arrival_s - self.problem.wire_s).astype(np.int64)
         start, end = start_s.astype(np.int64), (start_s + self.problem.seconds).astype(np.int64)
         add_hint = self.constraints.add_hint
@@ -205,32 +208,32 @@ class Model:
             add_hint(variable, int(start[action]))
         for action, variable in self._leaves.items():
             add_hint(variable, int(leaves[action]))
-        for number, ((one, other), literal) in enumerate(self.literals.items()):
-            if number % 2 == 0:  # the other ones are their opposites
-                add_hint(literal, bool(end[one] <= start[other]))
+        for index, ((first, second), literal) in enumerate(self.literals.items()):
+            if index % 2 == 0:  # each literal is followed by its opposite
+                add_hint(literal, bool(end[first] <= start[second]))
 
     def sequence(self, solver: Any) -> Ints:
-        """Return what a solver has found."""
+        """Return the sequence that a solver has found."""
         return self.sequence_at([solver.value(start) for start in self._starts])
 
     def sequence_at(self, starts: list[int]) -> Ints:
-        """Return all actions in the order of their starts, each behind what it waits for.
+        """Return all actions in the order of their starts, each after what it waits for.
 
         Of those that start together, what takes no time comes first, then what frees memory.
         """
-        ends = [start + seconds for start, seconds in zip(starts, self._seconds, strict=True)]
-        keys = [(start, end, -number) for number, (start, end) in enumerate(zip(starts, ends, strict=True))]
-        missing, found = self._before.sum(axis=0), []
-        ready = [keys[each] for each in np.flatnonzero(missing == 0)]
+        times = enumerate(zip(starts, self._seconds, strict=True))
+        keys = [(start, start + seconds, -action) for action, (start, seconds) in times]
+        num_missing, sequence = self._waits.sum(axis=0), []
+        ready = [keys[action] for action in np.flatnonzero(num_missing == 0)]
         heapq.heapify(ready)
         while ready:
             action = -heapq.heappop(ready)[2]
-            found.append(action)
-            behind = np.flatnonzero(self._before[action])
-            missing[behind] -= 1
-            for each in behind[missing[behind] == 0]:
-                heapq.heappush(ready, keys[each])
-        return np.array(found, np.int32)
+            sequence.append(action)
+            successors = np.flatnonzero(self._waits[action])
+            num_missing[successors] -= 1
+            for successor in successors[num_missing[successors] == 0]:
+                heapq.heappush(ready, keys[successor])
+        return np.array(sequence, np.int32)
 
 
 def _add_if(constraints: Any, literal: Any, claim: Any) -> None:
@@ -240,19 +243,19 @@ def _add_if(constraints: Any, literal: Any, claim: Any) -> None:
 
 
 def _in_turn(problem: Problem, groups: list[list[int]], column: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Let microbatches that are alike come in the order of their numbers."""
-    found = column.reshape(-1, problem.num_microbatches).copy()
+    """Return a column of times in which microbatches that are alike come in the order of their numbers."""
+    table = column.reshape(-1, problem.num_microbatches).copy()
     for group in groups:
-        found[:, group] = np.sort(found[:, group], axis=1)
-    return found.reshape(-1)
+        table[:, group] = np.sort(table[:, group], axis=1)
+    return table.reshape(-1)
 
 
 def _ways(problem: Problem) -> NDArray[np.int64]:
-    """[num_stages, num_microbatches] from when a first microbatch comes to one stage to when it comes to the next."""
+    """Return the ticks from when a first microbatch comes to the stage before to when it comes to each stage."""
     firsts = [stages[0] for stages in problem.placement.stages_of_rank]
     assert all(first == 0 or first - 1 in firsts for first in firsts), "a rank begins behind the begin of another"
-    seconds, wire, lag = (problem.plane(each, FORWARD) for each in (problem.seconds, problem.wire_s, problem.lag_s))
-    ways = lag.copy()
+    seconds, wire, lag = (problem.plane(column, FORWARD) for column in (problem.seconds, problem.wire_s, problem.lag_s))
+    ways = lag.copy()  # [num_stages, num_microbatches]
     ways[1:] += (seconds + wire)[:-1]
     return ways.astype(np.int64)
 
@@ -268,22 +271,21 @@ def groups_alike(problem: Problem) -> list[list[int]]:
 
 
 def waits_of(problem: Problem, groups: list[list[int]]) -> Bools:
-    """[num_actions, num_actions] whether the second one waits for the first, or comes behind it as one alike."""
-    found = np.zeros((problem.num_actions, problem.num_actions), np.bool_)
-    for column in (problem.source, problem.activation_source):
-        has = np.flatnonzero(column != NONE)
-        found[column[has], has] = True
+    """Return whether the second action waits for the first, or comes after it as one alike: a square table."""
+    waits = np.zeros((problem.num_actions, problem.num_actions), np.bool_)
+    for sources in (problem.source, problem.activation_source):
+        actions = np.flatnonzero(sources != NONE)
+        waits[sources[actions], actions] = True
     numbers = np.arange(problem.num_actions).reshape(-1, problem.num_microbatches)
     for group in groups:
-        found[numbers[:, group[:-1]], numbers[:, group[1:]]] = True
-    return found
+        waits[numbers[:, group[:-1]], numbers[:, group[1:]]] = True
+    return waits
 
 
-def reached(before: Bools) -> Bools:
-    """[num_actions, num_actions] whether the second one comes behind the first, in any number of steps."""
-    found = before
+def transitive_closure(waits: Bools) -> Bools:
+    """Return whether the second action comes after the first, in any number of waits."""
     while True:
-        further = found | (found.astype(np.float32) @ found.astype(np.float32) > 0)
-        if (further == found).all():
-            return found
-        found = further
+        closure = waits | (waits.astype(np.float32) @ waits.astype(np.float32) > 0)
+        if (closure == waits).all():
+            return waits
+        waits = closure

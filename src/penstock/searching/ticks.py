@@ -22,11 +22,11 @@ import numpy as np
 from penstock.searching.problem import Problem, Seconds
 
 MOST_TICKS = 2**40
-"""In the sum of all seconds. A finer tick makes no proof slower, and the solver's sums stay far below 2**63."""
+"""The most ticks of all seconds. A finer tick makes no proof slower, and the solver's sums stay far below 2**63."""
 MOST_PARTS = 10**9
-"""Of a second, in a number of which all seconds may be multiples."""
+"""The largest denominator of a tick that all seconds may be multiples of."""
 DIGITS = 1e-14
-"""Shares of a number that may be lost to rounding where it is taken for a multiple."""
+"""The largest share of a number that rounding may change where the number is taken for a multiple."""
 TIMES = ("seconds", "lag_s", "wire_s")
 
 
@@ -35,37 +35,37 @@ class Ticks:
     """A problem in ticks, and what leads back to seconds."""
 
     problem: Problem
-    """Its seconds, lags and messages are whole numbers of ticks; launches are left out."""
+    """The problem, whose seconds, lags and messages are whole numbers of ticks; launches are left out."""
     tick_s: Fraction
     lost: Fraction
     """Ticks that a bound of the makespan loses to rounding."""
     lost_by_span: Fraction
-    """Those that a bound of the span loses, of ranks that begin as soon as a first microbatch has come to them."""
+    """Ticks that a bound of the span loses, of ranks that begin as soon as a first microbatch has come to them."""
     lost_by_times: int
-    """By how many ticks any time may be lower than in seconds."""
+    """The most ticks by which any time may be lower than in seconds."""
     launch_s: float
 
     @classmethod
     def of(cls, problem: Problem) -> "Ticks":
-        """Choose a tick, and count in it."""
+        """Choose a tick, and return the problem in ticks."""
         columns = [getattr(problem, name) for name in TIMES]
         tick_s = _common_tick(np.concatenate(columns))
         if tick_s is not None:
-            counted = [np.rint(column / float(tick_s)) for column in columns]
-            wrong = max(_wrong(*pair, tick_s) for pair in zip(columns, counted, strict=True))
-            lost = lost_by_span = 2 * wrong * int(_total(counted))
+            tick_columns = [np.rint(column / float(tick_s)) for column in columns]
+            error = max(_largest_error(*pair, tick_s) for pair in zip(columns, tick_columns, strict=True))
+            lost = lost_by_span = 2 * error * int(_total(tick_columns))
             lost_by_times = 0
         else:
             tick_s = _small_tick(_total(columns))
-            counted = [np.floor(column / float(tick_s)) for column in columns]
+            tick_columns = [np.floor(column / float(tick_s)) for column in columns]
             lost, lost_by_span = Fraction(0), Fraction(3 * problem.num_stages)
             lost_by_times = 3 * problem.num_actions
-        own = dict(zip(TIMES, counted, strict=True))
-        return cls(replace(problem, **own, launch_s=0.0), tick_s, lost, lost_by_span, lost_by_times, problem.launch_s)
+        in_ticks = replace(problem, **dict(zip(TIMES, tick_columns, strict=True)), launch_s=0.0)
+        return cls(in_ticks, tick_s, lost, lost_by_span, lost_by_times, problem.launch_s)
 
     @property
     def total(self) -> int:
-        """Ticks of all actions, lags and messages: any order that never waits for nothing ends within them."""
+        """The ticks of all actions, lags and messages: any order that never waits for nothing ends within them."""
         return int(_total([getattr(self.problem, name) for name in TIMES]))
 
     def bound_s(self, ticks: int, *, by_span: bool) -> float:
@@ -79,13 +79,13 @@ def _total(columns: list[Seconds]) -> float:
 
 
 def _common_tick(seconds: Seconds) -> Fraction | None:
-    """Return the largest number of which all of these are multiples; None where only a very small one is."""
+    """Return the largest number of which all seconds are multiples; None where only a very small one is."""
     values = np.unique(seconds[seconds > 0]).tolist()
-    near = [Fraction(value).limit_denominator(MOST_PARTS) for value in values]
-    if any(abs(found - Fraction(value)) > DIGITS * value for found, value in zip(near, values, strict=True)):
+    fractions = [Fraction(value).limit_denominator(MOST_PARTS) for value in values]
+    if any(abs(fraction - Fraction(value)) > DIGITS * value for fraction, value in zip(fractions, values, strict=True)):
         return None
-    parts = math.lcm(*(each.denominator for each in near))
-    tick_s = Fraction(math.gcd(*(int(each * parts) for each in near)) or 1, parts)
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    tick_s = Fraction(math.gcd(*(int(fraction * denominator) for fraction in fractions)) or 1, denominator)
     return tick_s if float(seconds.sum()) <= MOST_TICKS * tick_s else None
 
 
@@ -93,7 +93,7 @@ def _small_tick(total_s: float) -> Fraction:
     return Fraction(2) ** (math.frexp(total_s)[1] - MOST_TICKS.bit_length() + 1)
 
 
-def _wrong(seconds: Seconds, counted: Seconds, tick_s: Fraction) -> Fraction:
+def _largest_error(seconds: Seconds, whole_ticks: Seconds, tick_s: Fraction) -> Fraction:
     """Return the largest share by which a number of ticks is not the seconds."""
-    pairs = {(value, ticks) for value, ticks in zip(seconds.tolist(), counted.tolist(), strict=True) if ticks}
+    pairs = {(value, ticks) for value, ticks in zip(seconds.tolist(), whole_ticks.tolist(), strict=True) if ticks}
     return max((abs(Fraction(value) / (int(ticks) * tick_s) - 1) for value, ticks in pairs), default=Fraction(0))
