@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 
 from penstock.errors import PenstockError
 from penstock.ir.collectives import GATHERS
@@ -34,23 +35,23 @@ class Comparison:
     """How many results cross from rank to rank."""
     num_microbatches: int
     num_parts: Fraction
-    """Stages and slices that a rank runs for one microbatch, in the mean."""
+    """The stages and slices that a rank runs for one microbatch, in the mean."""
     peak_bytes: list[int] | None = None
-    """Per rank, with what is always there; None where the costs do not say how large activations are."""
+    """The bytes of each rank, with what is always there; None where costs do not say how large activations are."""
     split: tuple[int, ...] | None = None
-    """Layers of each stage along a route; None where costs are not per layer."""
+    """The layers of each stage along a route; None where costs are not per layer."""
     num_copies: int = 1
-    """Of the weights: a bidirectional placement has two."""
+    """How many copies of the weights there are: a bidirectional placement has two."""
     step_s: float | None = None
-    """With what the replicas exchange before and behind the computations; None where none are asked for."""
+    """The seconds of a step with what replicas exchange before and after computing; None without replicas."""
     num_gathers: int = 0
-    """Of all ranks."""
+    """The gathers of all ranks together."""
     peak_whole: list[int] | None = None
-    """Per rank, the most stages that are whole at once; None where none is gathered."""
+    """The most stages of each rank that are whole at once; None where none is gathered."""
     exchanges_are_free: bool = True
     """Whether the costs give no seconds for gathers and reductions."""
     other_splits: FittingSplit | None = None
-    """Other splits of the layers; None where the first one fits or is the user's, or no limit is in bytes."""
+    """Other splits of the layers; None where the first split fits or is the user's, or no limit is in bytes."""
 
     def fits(self, limit: Limit) -> bool:
         """Whether no rank holds more than it may; False for bytes where these are not known."""
@@ -59,18 +60,18 @@ class Comparison:
 
     @property
     def time_s(self) -> float:
-        """The seconds by which it is compared."""
+        """The seconds by which schedules are compared."""
         return self.makespan_s if self.step_s is None else self.step_s
 
     @property
     def memory(self) -> Fraction | int:
-        """The memory by which it is compared: bytes where replicas are asked for, who share them, else activations."""
+        """The memory by which schedules are compared: bytes where replicas share them, else activations."""
         is_in_bytes = self.step_s is not None and self.peak_bytes is not None
         return max(self.peak_bytes or [0]) if is_in_bytes else self.peak_microbatches
 
     @property
     def peak_microbatches(self) -> Fraction:
-        """The most that a rank holds, in all that one microbatch leaves on it."""
+        """The most that a rank holds, in units of all that one microbatch leaves on it."""
         return max(self.peak_activations) / self.num_parts
 
 
@@ -101,47 +102,41 @@ def compare(
     `costs` that are not per layer are those of all that a rank does for one microbatch, which its stages and slices
     share: so every schedule does equal work. With `per_action` they are those of each stage and slice as they are.
     """
-    options = _Options(per_action, replicas, sharding)
+    predict = partial(_predict, name, per_action=per_action, replicas=replicas, sharding=sharding)
     try:
         schedule = make()
-        row, program = _predict(name, schedule, costs, options)
+        row, program = predict(schedule, costs)
         is_open = isinstance(costs, LayerCosts) and not (keeps_split and len(costs.split) == len(row.split or ()))
         if limit is None or not limit.in_bytes or not is_open or row.fits(limit):
             return row
         assert isinstance(costs, LayerCosts)
-        most = limit.of_ranks(program.num_ranks, row.num_parts)
+        most_bytes = limit.of_ranks(program.num_ranks, row.num_parts)
         shards = costs.shards if replicas is None else replicas if sharding.shard != NONE else 1
-        other = fitting_split(costs, program, most, shards)
-        if other.split is not None:
-            row, _ = _predict(name, schedule, replace(costs, split=other.split), options)
+        other_splits = fitting_split(costs, program, most_bytes, shards)
+        if other_splits.split is not None:
+            row, _ = predict(schedule, replace(costs, split=other_splits.split))
     except PenstockError as error:
         return Refusal(name, str(error))
-    return replace(row, other_splits=other)
+    return replace(row, other_splits=other_splits)
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """How schedules are compared, as the arguments of `compare` say."""
-
-    per_action: bool
-    replicas: int | None
-    sharding: Sharding
-
-
-def _predict(name: str, schedule: Schedule, costs: Costs | LayerCosts, options: _Options) -> tuple[Comparison, Program]:
+def _predict(
+    name: str,
+    schedule: Schedule,
+    costs: Costs | LayerCosts,
+    *,
+    per_action: bool,
+    replicas: int | None,
+    sharding: Sharding,
+) -> tuple[Comparison, Program]:
     """Prove a schedule and simulate it; return what is predicted of it, and its program. Raises: PenstockError."""
-    replicas, sharding = options.replicas, options.sharding
-    own_costs = equal_work_costs(costs, schedule, per_action=options.per_action)
+    stage_costs = equal_work_costs(costs, schedule, per_action=per_action)
     if replicas is not None:
-        own_costs = of_replicas(own_costs, replicas, is_sharded=sharding.shard != NONE)
-    planned = plan(
-        schedule,
-        own_costs,
-        shard=sharding.shard,
-        residency=sharding.residency,
-        look_ahead=sharding.look_ahead,
+        stage_costs = of_replicas(stage_costs, replicas, is_sharded=sharding.shard != NONE)
+    proved = plan(
+        schedule, stage_costs, shard=sharding.shard, residency=sharding.residency, look_ahead=sharding.look_ahead
     )
-    timeline, program = planned.timeline, planned.program
+    timeline, program = proved.timeline, proved.program
     totals = [sum(parts) for parts in zip(timeline.peak_bytes, timeline.static_bytes, strict=True)]
     row = Comparison(
         name=name,
@@ -153,48 +148,48 @@ def _predict(name: str, schedule: Schedule, costs: Costs | LayerCosts, options: 
         num_messages=len(program.rows_of(IS_SEND)),
         num_microbatches=schedule.num_microbatches,
         num_parts=schedule.parts_per_rank,
-        peak_bytes=totals if any(own_costs.activation_bytes) else None,
+        peak_bytes=totals if any(stage_costs.activation_bytes) else None,
         num_copies=len(schedule.placement.routes),
         split=split_sizes(layers_of_stages(costs, schedule.placement)) if isinstance(costs, LayerCosts) else None,
         step_s=None if replicas is None else timeline.step_s,
         num_gathers=len(program.rows_of(GATHERS)),
         peak_whole=peak_whole(program),
-        exchanges_are_free=not any(own_costs.unshard_s) and not any(own_costs.reduce_s),
+        exchanges_are_free=not any(stage_costs.unshard_s) and not any(stage_costs.reduce_s),
     )
     return row, program
 
 
 def equal_work_s(rows: Sequence[Comparison]) -> list[float]:
     """Return the seconds of each row for as many microbatches as the largest step has, in the row's own steps."""
-    most = max((row.num_microbatches for row in rows), default=0)
-    return [row.time_s * most / row.num_microbatches for row in rows]
+    num_microbatches = max((row.num_microbatches for row in rows), default=0)
+    return [row.time_s * num_microbatches / row.num_microbatches for row in rows]
 
 
 def are_on_front(rows: Sequence[Comparison], limit: Limit | None) -> list[bool]:
-    """Say of each row whether it fits and no other one that fits beats it in step time (for equal work) and memory.
+    """Return for each row whether it fits and no other that fits beats it in step time (for equal work) and memory.
 
     Memory is that of activations, or with replicas all bytes. A row with two copies of the weights beats none with one.
     """
     seconds = equal_work_s(rows)
     fitting = [index for index, row in enumerate(rows) if limit is None or row.fits(limit)]
-    places = set()
+    on_front = set()
     for num_copies in {row.num_copies for row in rows}:
-        known = [index for index in fitting if rows[index].num_copies <= num_copies]
-        front = pareto_front([(seconds[index], float(rows[index].memory)) for index in known])
-        places |= {known[place] for place in front if rows[known[place]].num_copies == num_copies}
-    return [index in places for index in range(len(rows))]
+        rivals = [index for index in fitting if rows[index].num_copies <= num_copies]
+        front = pareto_front([(seconds[index], float(rows[index].memory)) for index in rivals])
+        on_front |= {rivals[place] for place in front if rows[rivals[place]].num_copies == num_copies}
+    return [index in on_front for index in range(len(rows))]
 
 
 def by_step_time(rows: Sequence[Comparison]) -> list[int]:
-    """Return the places of the rows: those with one copy of the weights first, then the fastest for equal work.
+    """Return the indices of the rows: those with one copy of the weights first, then the fastest for equal work.
 
     Of equally fast ones, the one that holds less comes first, then the one with fewer messages.
     """
     seconds = equal_work_s(rows)
 
-    def order(place: int) -> tuple[float, ...]:
-        row = rows[place]
-        return (row.num_copies, float(f"{seconds[place]:.9g}"), float(row.memory), row.num_messages)
+    def order(index: int) -> tuple[float, ...]:
+        row = rows[index]
+        return (row.num_copies, float(f"{seconds[index]:.9g}"), float(row.memory), row.num_messages)
 
     return sorted(range(len(rows)), key=order)
 

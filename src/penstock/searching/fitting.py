@@ -27,7 +27,7 @@ from penstock.partition.balance import balance, lightest_split, weights_of_parts
 from penstock.simulation.costs.layer_costs import LayerCosts
 
 MOST_SPLITS = 20_000
-"""Splits of which all are looked at."""
+"""The most splits that are all looked at."""
 MOST_MOVES = 500
 ALIVE = ("activation", "weight_context", "checkpoint", "message", "weights", "gradient")
 STATIC = "static"
@@ -43,19 +43,19 @@ class FittingSplit:
     """The splits of a program's stages that matter under a limit of memory, as layers per stage."""
 
     split: Split | None
-    """Of those that fit, the one whose heaviest stage takes least time; None where none was found."""
+    """The split that fits whose heaviest stage takes least time; None where none was found."""
     least: Split
-    """The one whose fullest rank holds least."""
+    """The split whose fullest rank holds least."""
     least_bytes: int
-    """How much that rank then holds."""
+    """The bytes that the fullest rank holds with the split `least`."""
     is_exact: bool
     """Whether no split was overlooked."""
 
 
 def fitting_split(costs: LayerCosts, program: Program, limit: Array, shards: int = 1) -> FittingSplit:
-    """Find the split that takes least time of those in which no rank holds more than its `limit` of bytes.
+    """Return the split that takes least time of those in which no rank holds more than its `limit` of bytes.
 
-    `shards` are the parts in which replicas store what is always there. There are at least as many layers as stages.
+    Replicas store what is always there in so many `shards`. There are at least as many layers as stages.
     """
     memory = MemoryOfSplits.of(costs, program, shards)
     seconds = weights_of_parts(costs.seconds_of_layers.sum(axis=0).tolist())
@@ -70,8 +70,8 @@ def fitting_split(costs: LayerCosts, program: Program, limit: Array, shards: int
         is_exact = comb(num_layers - 1, num_parts - 1) <= MOST_SPLITS
         choose = _best_of_all if is_exact else _best_by_moves
         start = balance(costs.seconds_of_layers.sum(axis=0).tolist(), num_parts)
-        fastest = choose(start, lambda splits: _time_within(memory.peaks(splits), limit, seconds, splits))
-        least = choose(start, lambda splits: _most_held(memory.peaks(splits)))
+        fastest = choose(start, lambda splits: _time_keys(memory.peaks(splits), limit, seconds, splits))
+        least = choose(start, lambda splits: _memory_keys(memory.peaks(splits)))
         split = fastest if (memory.peaks(np.array([fastest])) <= limit).all() else None
     return FittingSplit(split, least, int(memory.peaks(np.array([least])).max()), is_exact)
 
@@ -81,73 +81,73 @@ class MemoryOfSplits:
     """The most bytes that each rank of a program holds, for any split of the layers over its stages."""
 
     bytes_of_parts: Array
-    """[size, start, end] bytes of a stage with the layers of this range, by the order of `SIZES`."""
+    """[size, start, stop] bytes of a stage with the layers of this range, by the order of `SIZES`."""
     times_of_ranks: Sequence[Array]
     """Per rank, [row, size, part] how many times it holds each size of each part, in rows that may be its fullest."""
 
     @classmethod
     def of(cls, costs: LayerCosts, program: Program, shards: int) -> "MemoryOfSplits":
-        """Look at the memory model of a program, one size of one part after the other."""
+        """Return what the memory model of a program says, one size of one part after the other."""
         sizes = _bytes_of_parts(costs, program.num_slices, shards)
         return cls(sizes, list(_times_of_ranks(costs, program, [bool(size.any()) for size in sizes])))
 
     def peaks(self, splits: Array) -> Array:
-        """[num_splits, num_ranks] the most bytes of each rank, where `splits` are [num_splits, num_parts] layers."""
-        ends = np.cumsum(splits, axis=1)
-        *alive, static = self.bytes_of_parts[:, ends - splits, ends]
-        held = np.concatenate(alive, axis=1)
+        """Return the most bytes of each rank, [num_splits, num_ranks]; `splits` are [num_splits, num_parts] layers."""
+        stops = np.cumsum(splits, axis=1)
+        *alive, static = self.bytes_of_parts[:, stops - splits, stops]
+        bytes_of_columns = np.concatenate(alive, axis=1)  # [num_splits, sizes x parts]
         peaks = []
         for times_of_rank in self.times_of_ranks:
             times = times_of_rank[:, :-1].reshape(len(times_of_rank), -1)
-            sizes = np.flatnonzero(times.any(axis=0))  # of few parts
-            live = (held[:, sizes] @ times[:, sizes].T).max(axis=1)
+            columns = np.flatnonzero(times.any(axis=0))  # of few parts
+            live = (bytes_of_columns[:, columns] @ times[:, columns].T).max(axis=1)
             peaks.append(whole_bytes(live) + whole_bytes(static @ times_of_rank[0, -1]))
         return np.stack(peaks, axis=1)
 
     def loads_of_parts(self) -> list[tuple[list[int], Array]] | None:
-        """Return of each part its ranks, and [start, end, rank] what they hold; None where a rank has several parts."""
+        """Return each part's ranks, and [start, stop, rank] what these hold; None where a rank has several parts."""
         num_parts = self.times_of_ranks[0].shape[-1]
         loads: list[tuple[list[int], list[Array]]] = [([], []) for _ in range(num_parts)]
         message = SIZES.index("message")
         for rank, times in enumerate(self.times_of_ranks):
             parts = set(np.flatnonzero(times.any(axis=(0, 1))).tolist())
-            received = {part for part in parts if not np.delete(times[:, :, part], message, axis=1).any()}
-            places = parts - received
-            if len(places) != 1 or received - {min(places) - 1}:
+            senders = {part for part in parts if not np.delete(times[:, :, part], message, axis=1).any()}
+            parts -= senders  # of which the rank has only messages
+            if len(parts) != 1 or senders - {min(parts) - 1}:
                 return None
-            (place,) = places
-            loads[place][0].append(rank)
-            loads[place][1].append(self._load(times, place))
+            (part,) = parts
+            loads[part][0].append(rank)
+            loads[part][1].append(self._load(times, part))
         if not all(ranks for ranks, _ in loads):
             return None
         return [(ranks, np.stack(load, axis=-1)) for ranks, load in loads]
 
-    def _load(self, times: Array, place: int) -> Array:
-        """[start, end] the most bytes of a rank whose only part has these layers, with the message that it takes."""
-        load = np.tensordot(times[:, :-1, place], self.bytes_of_parts[:-1], axes=1)
-        if place:
+    def _load(self, times: Array, part: int) -> Array:
+        """Return the most bytes, [start, stop], of a rank whose only part has these layers and takes a message."""
+        load = np.tensordot(times[:, :-1, part], self.bytes_of_parts[:-1], axes=1)
+        if part:
             message = SIZES.index("message")
-            outputs = self.bytes_of_parts[message, 0]  # of the layers up to each end, so up to each start of the next
-            load = load + times[:, message, place - 1, None, None] * outputs[None, :, None]
-        return whole_bytes(load.max(axis=0)) + whole_bytes(times[0, -1, place] * self.bytes_of_parts[-1])
+            outputs = self.bytes_of_parts[message, 0]  # of the layers up to each stop, so up to each start of the next
+            load = load + times[:, message, part - 1, None, None] * outputs[None, :, None]
+        return whole_bytes(load.max(axis=0)) + whole_bytes(times[0, -1, part] * self.bytes_of_parts[-1])
 
 
 def _bytes_of_parts(costs: LayerCosts, num_slices: int, shards: int) -> Array:
-    """[size, start, end] bytes of a stage that has the layers of this range, of one microbatch or slice."""
-    count = costs.num_layers
+    """Return [size, start, stop] bytes of a stage that has the layers of this range, of one microbatch or slice."""
+    num_layers = costs.num_layers
 
     def of_layers(name: str) -> Array:
-        return np.array(costs.spread_out(name, count, "layer"), np.float64)
+        return np.array(costs.spread_out(name, num_layers, "layer"), np.float64)
 
     def summed(values: Array) -> Array:
-        ends = np.concatenate([[0.0], np.cumsum(values)])
-        return np.asarray(ends[None, :] - ends[:, None])
+        sums = np.concatenate([[0.0], np.cumsum(values)])
+        return np.asarray(sums[None, :] - sums[:, None])
 
-    outputs = np.concatenate([[0.0], of_layers("message_bytes")])  # of the layer before each end
+    outputs = np.concatenate([[0.0], of_layers("message_bytes")])  # of the layer before each stop
     inputs = np.append(of_layers("checkpoint_bytes"), 0.0) if costs.checkpoint_bytes else outputs
     activation = summed(of_layers("activation_bytes"))
     static = sum(of_layers(name) for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"))
-    ones = np.ones((count + 1, count + 1))
+    ones = np.ones((num_layers + 1, num_layers + 1))
     of_value = {
         "activation": activation,
         "weight_context": summed(of_layers("weight_context_bytes")) if costs.weight_context_bytes else activation,
@@ -161,29 +161,30 @@ def _bytes_of_parts(costs: LayerCosts, num_slices: int, shards: int) -> Array:
 
 
 def _times_of_ranks(costs: LayerCosts, program: Program, is_there: Sequence[bool]) -> list[Array]:
-    """Return of each rank [row, size, part] how many times it holds each size, in its rows that may be the fullest."""
+    """Return for each rank how many times it holds each size, [row, size, part], in rows that may be its fullest."""
     placement, num_stages = program.placement, program.num_stages
     num_parts = len(placement.routes[0])
     factor = np.array(costs.spread_out("microbatch_bytes_factor", program.num_microbatches, "microbatch"))
     factors = factor if (factor != 1).any() else None
     static = np.zeros((program.num_ranks, num_parts))
     columns: list[dict[tuple[int, int], Array]] = [{} for _ in range(program.num_ranks)]
-    units = np.zeros((num_parts, num_stages), np.int64)
+    ones_of_part = np.zeros((num_parts, num_stages), np.int64)
     for route in placement.routes:
-        units[range(num_parts), route] = 1  # both copies of a part have the same layers
-    for part, unit in enumerate(units):
-        static[:, part] = StageBytes.of(num_stages, static=unit).static_of_ranks(placement)
+        ones_of_part[range(num_parts), route] = 1  # both copies of a part have the same layers
+    for part, ones in enumerate(ones_of_part):
+        static[:, part] = StageBytes.of(num_stages, static=ones).static_of_ranks(placement)
     for part, index in product(range(num_parts), np.flatnonzero(is_there[: len(ALIVE)]).tolist()):
-        sizes = replace(StageBytes.of(num_stages, **{ALIVE[index]: units[part]}), microbatch_factor=factors)
+        sizes = replace(StageBytes.of(num_stages, **{ALIVE[index]: ones_of_part[part]}), microbatch_factor=factors)
         times = live_shares(program, sizes)
         for rank, rows in enumerate(program.ranks):
             if times[rows].any():  # a rank holds sizes of few parts, so that few columns are kept
                 columns[rank][index, part] = times[rows]
     times_of_ranks = []
-    for rank, of_sizes in enumerate(columns):
-        fullest = _fullest(np.stack(list(of_sizes.values()), axis=1)) if of_sizes else np.zeros((1, 0))
+    for rank, columns_of_rank in enumerate(columns):
+        has_columns = bool(columns_of_rank)
+        fullest = _fullest(np.stack(list(columns_of_rank.values()), axis=1)) if has_columns else np.zeros((1, 0))
         times_of_rank = np.zeros((len(fullest), len(SIZES), num_parts))
-        for column, (index, part) in enumerate(of_sizes):
+        for column, (index, part) in enumerate(columns_of_rank):
             times_of_rank[:, index, part] = fullest[:, column]
         times_of_rank[:, SIZES.index(STATIC)] = static[rank]
         times_of_ranks.append(times_of_rank)
@@ -191,12 +192,12 @@ def _times_of_ranks(costs: LayerCosts, program: Program, is_there: Sequence[bool
 
 
 def _fullest(times: Array) -> Array:
-    """Return the rows in which a rank may hold most: those that no other row has as many of everything as."""
+    """Return the rows in which a rank may hold most: those of which no other row has as many of everything."""
     rows = np.unique(times, axis=0)
     rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
     fullest: list[Array] = []
     for row in rows:
-        if not any((row <= other).all() for other in fullest):
+        if not any((row <= fuller).all() for fuller in fullest):
             fullest.append(row)
     return np.array(fullest)
 
@@ -204,19 +205,19 @@ def _fullest(times: Array) -> Array:
 # ---- splits of ranks with several stages
 
 Keys = Callable[[Array], Array]
-"""Returns [num_splits, num_keys] of splits: the smallest is the best, by its first key, then by the next one."""
+"""Returns the keys of splits, [num_splits, num_keys]: the smallest is the best, by its first key, then by the next."""
 
 
-def _time_within(peaks: Array, limit: Array, seconds: Array, splits: Array) -> Array:
-    """[num_splits, 3] bytes over the limit, relative seconds of the heaviest stage, and how uneven the counts are."""
-    ends = np.cumsum(splits, axis=1)
-    heaviest = np.round(seconds[ends - splits, ends].max(axis=1), 9)
+def _time_keys(peaks: Array, limit: Array, seconds: Array, splits: Array) -> Array:
+    """Return bytes over the limit, relative seconds of the heaviest stage, and how uneven the numbers of layers are."""
+    stops = np.cumsum(splits, axis=1)
+    heaviest = np.round(seconds[stops - splits, stops].max(axis=1), 9)
     over = np.maximum(peaks - limit, 0).sum(axis=1)
     return np.stack([over, heaviest, (splits**2).sum(axis=1)], axis=1)
 
 
-def _most_held(peaks: Array) -> Array:
-    """[num_splits, 2] bytes of the fullest rank, and of all ranks."""
+def _memory_keys(peaks: Array) -> Array:
+    """Return the bytes of the fullest rank, and of all ranks."""
     return np.stack([peaks.max(axis=1), peaks.sum(axis=1)], axis=1)
 
 
@@ -235,12 +236,8 @@ def _best_of_all(start: Split, keys: Keys) -> Split:
 
 def _best_by_moves(start: Split, keys: Keys) -> Split:
     """Return the split that moves of one layer from some stage to another lead to, the best move first."""
-    split, num_parts = np.array([start]), len(start)
-    moves = np.array([
-        np.eye(num_parts, dtype=np.int64)[target] - np.eye(num_parts, dtype=np.int64)[source]
-        for source in range(num_parts)
-        for target in range(num_parts)
-    ])  # fmt: skip
+    split, unit = np.array([start]), np.eye(len(start), dtype=np.int64)
+    moves = (unit[None, :] - unit[:, None]).reshape(-1, len(start))
     for _ in range(MOST_MOVES):
         splits = split + moves  # a stage may keep all of its layers
         splits = splits[(splits > 0).all(axis=1)]

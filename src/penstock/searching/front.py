@@ -12,9 +12,9 @@ def pareto_front(figures: Sequence[Sequence[float]]) -> list[int]:
     """
     values = np.array(figures, np.float64)
     front = []
-    for index, own in enumerate(values):
-        is_no_worse = (values <= own).all(axis=1)
-        is_better = (values < own).any(axis=1)
+    for index, row in enumerate(values):
+        is_no_worse = (values <= row).all(axis=1)
+        is_better = (values < row).any(axis=1)
         if not (is_no_worse & is_better).any():
             front.append(index)
     return front

@@ -24,19 +24,19 @@ NUM_EXTREMES = 4
 """Layers are moved away from so many of the heaviest stages, and to so many of the lightest."""
 MICROBATCH_FACTORS = (0.25, 0.5, 2, 4, 8)
 UNIT_BYTES = 1 << 20
-"""Of each layer's activation where it is not known, so that memory can be compared."""
+"""The bytes of each layer's activation where they are not known, so that memory can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing to do differently, and what it is predicted to do; shares of what is predicted of the run as it is."""
+    """One thing to do differently, and what it is predicted to change, in shares of the run as it is predicted now."""
 
     sort: Sort
     text: str
     step_change: float
-    """-0.04: the step takes 4 % less."""
+    """The change of the step's seconds: with -0.04 the step takes 4 % less."""
     memory_change: float
-    """Of the activations on the fullest rank."""
+    """The change of the bytes of activations on the fullest rank."""
     settings: tuple[str, ...] = ()
     """Keys and values for --set of `penstock train`; empty where no key does it."""
     copies_weights: bool = False
@@ -50,11 +50,11 @@ class Setting:
     batch_size: int | None = None
     """Sequences per pipeline step; None where it is not known, so that no other microbatches are tried."""
     split: tuple[int, ...] = ()
-    """Layers per stage to try as well; empty: only splits that are near."""
+    """The layers per stage of a split to try as well; where it is empty, only near splits are tried."""
     family: str | None = None
-    """The family that its schedule comes from; None where it is none by name."""
+    """The name of the family that the schedule comes from; None where it comes from no family."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the family."""
+    """The options of the family."""
     stages_per_rank: int | None = None
 
 
@@ -68,16 +68,16 @@ class MeasuredRun:
     layer_weights: tuple[float, ...]
     """Relative cost per layer, by which a stage's seconds are shared among its layers."""
     early_weights: Mapping[int, float] = field(default_factory=dict)
-    """By stage whose backwards are split, the share of its weight gradients that I computes."""
+    """The share of weight gradients that I computes, for each stage whose backwards are split."""
     backward_weights: tuple[float, ...] | None = None
-    """As `layer_weights`, for backwards, where these differ."""
+    """Relative cost of the backwards per layer, where they differ from `layer_weights`."""
     activation_bytes: tuple[int, ...] = ()
-    """Per layer; empty where they are not known. All layers are then taken to hold as much."""
+    """Bytes per layer; empty where they are not known. All layers are then taken to hold as much."""
     weight_context_bytes: tuple[int, ...] = ()
-    """As many as `activation_bytes` unless given."""
+    """Bytes per layer that stay for W; as many as `activation_bytes` where it is empty."""
 
     def per_layer(self, costs: Costs) -> LayerCosts:
-        """Share costs of its stages among their layers."""
+        """Return costs of the run's stages, shared among their layers."""
         shared = LayerCosts.from_stages(costs, self.layers_of_stage, self.layer_weights, self.backward_weights)
         activation_bytes = self.activation_bytes or (UNIT_BYTES,) * len(self.layer_weights)
         return replace(shared, activation_bytes=activation_bytes, weight_context_bytes=self.weight_context_bytes)
@@ -85,7 +85,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """Something to simulate."""
+    """A schedule with a split of layers, to be simulated, and how a user gets it."""
 
     sort: Sort
     text: str
@@ -95,7 +95,7 @@ class _Plan:
 
     @property
     def num_copies(self) -> int:
-        """Of the weights."""
+        """The number of copies of the weights."""
         return len(self.schedule.placement.routes)
 
 
@@ -112,65 +112,63 @@ def what_if(run: MeasuredRun, setting: Setting) -> list[Change]:
         *_other_schedules(now, per_layer, setting),
         *_other_microbatches(now, setting),
     ]
-    found = []
+    changes = []
     if any(run.early_weights.values()):
-        waiting = run.per_layer(_all_waiting(run))
-        makespan_s, _ = _predict(now, waiting, num_parts)
-        found.append(Change("weights", "all weight gradients wait for W", makespan_s / now_s - 1, 0.0))
+        makespan_s, _ = _predict(now, run.per_layer(_without_early_weights(run)), num_parts)
+        changes.append(Change("weights", "all weight gradients wait for W", makespan_s / now_s - 1, 0.0))
     for plan in plans:
         makespan_s, num_bytes = _predict(plan, per_layer, num_parts)
-        saved = makespan_s / now_s - 1, num_bytes / now_bytes - 1
+        step_change, memory_change = makespan_s / now_s - 1, num_bytes / now_bytes - 1
         copies_weights = plan.num_copies > now.num_copies
-        found.append(Change(plan.sort, plan.text, *saved, plan.settings, copies_weights))
-    return sorted(found, key=lambda change: change.step_change)
+        changes.append(Change(plan.sort, plan.text, step_change, memory_change, plan.settings, copies_weights))
+    return sorted(changes, key=lambda change: change.step_change)
 
 
-def _all_waiting(run: MeasuredRun) -> Costs:
-    """The costs as they would be if no weight gradient were computed in I: half of what an I and a W take is taken to
-    be weight gradients, and of these the share that was computed early moves."""
+def _without_early_weights(run: MeasuredRun) -> Costs:
+    """Return the costs as they would be if no weight gradient were computed in I.
+
+    Half of what an I and a W take is taken to be weight gradients; of these, the share that was computed early moves.
+    """
     stages = range(run.schedule.num_stages)
     inputs, weights = (run.costs.per_stage(name, len(stages)) for name in ("backward_input_s", "backward_weight_s"))
-    early = np.array([run.early_weights.get(stage, 0.0) for stage in stages])
-    moved = np.minimum(early * (inputs + weights) / 2, inputs)
-    return replace(
-        run.costs,
-        backward_input_s=tuple((inputs - moved).tolist()),
-        backward_weight_s=tuple((weights + moved).tolist()),
-    )
+    early_shares = np.array([run.early_weights.get(stage, 0.0) for stage in stages])
+    early_s = np.minimum(early_shares * (inputs + weights) / 2, inputs)
+    inputs_s, weights_s = (tuple(seconds.tolist()) for seconds in (inputs - early_s, weights + early_s))
+    return replace(run.costs, backward_input_s=inputs_s, backward_weight_s=weights_s)
 
 
 def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> tuple[float, int]:
-    """Makespan and peak bytes of a plan.
+    """Return the makespan of a plan, and the most bytes of activations of a rank.
 
     `per_layer` are costs of one of so many equal parts of a batch, microbatches or slices.
     """
     factor = num_measured_parts / (plan.schedule.num_microbatches * plan.schedule.num_slices)
     costs = per_layer.of_stages(plan.layers_of_stage).of_share(factor)
     # Memory is compared by activations alone, as if messages were nothing.
-    kept, context = costs.activation_bytes, costs.weight_context_bytes
-    sizes = StageBytes.of(len(kept), activation=kept, weight_context=context)
+    activation, context = costs.activation_bytes, costs.weight_context_bytes
+    sizes = StageBytes.of(len(activation), activation=activation, weight_context=context)
     timeline = simulate(lower(plan.schedule), costs)
     return timeline.makespan_s, max(peak_bytes(timeline.program, sizes))
 
 
-def _other_splits(now: _Plan, per_layer: LayerCosts, asked: tuple[int, ...]) -> Iterator[_Plan]:
-    """The asked one, one layer moved across a boundary of two stages, and the one that measured seconds make even."""
+def _other_splits(now: _Plan, per_layer: LayerCosts, user_split: tuple[int, ...]) -> Iterator[_Plan]:
+    """Yield the user's split, those with one layer moved to the next stage, and the one that makes seconds even."""
     route = now.schedule.placement.routes[0]
     sizes = _sizes(now.schedule, now.layers_of_stage)
     tried = {tuple(sizes)}
     layers_s = per_layer.seconds_of_layers.sum(axis=0).tolist()
     stages_s = [sum(layers_s[layer] for layer in now.layers_of_stage[stage]) for stage in route]
-    if asked:
-        tried.add(asked)
-        yield _resplit(now, split_text(asked), list(asked))
+    if user_split:
+        tried.add(user_split)
+        yield _resplit(now, split_text(user_split), list(user_split))
     for source, target in _moves(sizes, stages_s):
-        moved = sizes.copy()
-        moved[source] -= 1
-        moved[target] += 1
-        if tuple(moved) == asked:
+        near_sizes = sizes.copy()
+        near_sizes[source] -= 1
+        near_sizes[target] += 1
+        if tuple(near_sizes) == user_split:
             continue
-        tried.add(tuple(moved))
-        yield _resplit(now, f"move one layer from stage {route[source]} to stage {route[target]}", moved)
+        tried.add(tuple(near_sizes))
+        yield _resplit(now, f"move one layer from stage {route[source]} to stage {route[target]}", near_sizes)
     even = split_over(now.schedule.placement, sum(sizes), weights=layers_s)
     even_sizes = [len(even[stage]) for stage in route]
     if tuple(even_sizes) not in tried:
@@ -178,13 +176,13 @@ def _other_splits(now: _Plan, per_layer: LayerCosts, asked: tuple[int, ...]) -> 
 
 
 def _moves(sizes: list[int], seconds: list[float]) -> Iterator[tuple[int, int]]:
-    """Pairs (from, to) of places on the route: neighbours, of which the first is heavy or the second is light."""
+    """Yield pairs (from, to) of neighbours on the route, of which the first is heavy or the second is light."""
     order = np.argsort(seconds).tolist()
     light, heavy = set(order[:NUM_EXTREMES]), set(order[-NUM_EXTREMES:])
     for source in range(len(sizes)):
         for target in (source - 1, source + 1):
-            is_wanted = 0 <= target < len(sizes) and (source in heavy or target in light)
-            if is_wanted and sizes[source] > 1 and seconds[source] > seconds[target]:
+            is_promising = 0 <= target < len(sizes) and (source in heavy or target in light)
+            if is_promising and sizes[source] > 1 and seconds[source] > seconds[target]:
                 yield source, target
 
 
@@ -198,44 +196,44 @@ def _split_setting(sizes: Sequence[int]) -> str:
 
 
 def _other_schedules(now: _Plan, per_layer: LayerCosts, setting: Setting) -> Iterator[_Plan]:
-    """All families that can have as many ranks and microbatches; equal orders under several names count once."""
-    known = [now.schedule]
-    for text, found, settings in _built(now.schedule, setting):
-        if found.is_forward_only or any(found == other for other in known):
+    """Yield all families that can have as many ranks and microbatches; equal orders under several names count once."""
+    schedules = [now.schedule]
+    for text, schedule, settings in _built(now.schedule, setting):
+        if schedule.is_forward_only or schedule in schedules:
             continue
         try:
-            parts = layers_of_stages(per_layer, found.placement)
+            parts = layers_of_stages(per_layer, schedule.placement)
         except PartitionError:
             continue  # more stages than layers
-        known.append(found)
-        sizes = _sizes(found, parts)
+        schedules.append(schedule)
+        sizes = _sizes(schedule, parts)
         split = () if sizes == _sizes(now.schedule, now.layers_of_stage) else (_split_setting(sizes),)
-        yield _Plan("schedule", text, found, parts, (*settings, *split))
+        yield _Plan("schedule", text, schedule, parts, (*settings, *split))
 
 
 def _sizes(schedule: Schedule, layers_of_stage: Sequence[range]) -> list[int]:
-    """Layers per stage, along a route."""
+    """Return the number of layers of each stage, along a route."""
     return [len(layers_of_stage[stage]) for stage in schedule.placement.routes[0]]
 
 
-def _built(like: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule, tuple[str, ...]]]:
-    """Families with their default number of stages per rank, with as many as now, and with two; and their settings."""
-    dropped = ["pipeline.options={}"] if setting.options else []
-    dropped += ["pipeline.slices=0"] if like.num_slices > 1 else []
+def _built(now: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule, tuple[str, ...]]]:
+    """Yield families with their default number of stages per rank, as many as now, and two; and their settings."""
+    resets = ["pipeline.options={}"] if setting.options else []
+    resets += ["pipeline.slices=0"] if now.num_slices > 1 else []
     for name, family in FAMILIES.items():
         default = family.default_stages_per_rank(family.read_options({}))
         for number in dict.fromkeys((default, setting.stages_per_rank or default, 2)):
             text = name if number == default else f"{name}:stages_per_rank={number}"
             try:
-                found = build(name, ranks=like.num_ranks, microbatches=like.num_microbatches, stages_per_rank=number)
+                schedule = build(name, ranks=now.num_ranks, microbatches=now.num_microbatches, stages_per_rank=number)
             except ConfigError:
                 continue
             stages = [] if number == (setting.stages_per_rank or default) else [f"pipeline.stages_per_rank={number}"]
-            yield text, found, (f"pipeline.schedule={name}", *stages, *dropped)
+            yield text, schedule, (f"pipeline.schedule={name}", *stages, *resets)
 
 
 def _other_microbatches(now: _Plan, setting: Setting) -> Iterator[_Plan]:
-    """The same family with fewer and more microbatches of the same batch."""
+    """Yield the same family with fewer and more microbatches of the same batch."""
     if setting.family is None or setting.batch_size is None:
         return
     for factor in MICROBATCH_FACTORS:
