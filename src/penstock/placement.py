@@ -19,7 +19,7 @@ class Placement:
     """
 
     style: str = field(compare=False)
-    """Its name; on one rank, or where a wave has one turn, several names fit."""
+    """The name of the placement; on one rank, or where a wave has one turn, several names fit."""
     rank_of_stage: tuple[int, ...]
     routes: tuple[tuple[int, ...], ...]
 
@@ -57,38 +57,38 @@ class Placement:
 
     @cached_property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank, its stages in ascending order."""
-        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        """The stages of each rank, in ascending order."""
+        stages_of_rank: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.rank_of_stage):
-            held[rank].append(stage)
-        return tuple(tuple(stages) for stages in held)
+            stages_of_rank[rank].append(stage)
+        return tuple(map(tuple, stages_of_rank))
 
     @cached_property
     def previous_stage(self) -> tuple[int, ...]:
-        """Per stage, the stage before it on its route; -1 where a route begins."""
-        table = [-1] * self.num_stages
+        """The stage before each stage on its route; -1 where a route begins."""
+        previous_stages = [-1] * self.num_stages
         for route in self.routes:
-            for before, after in pairwise(route):
-                table[after] = before
-        return tuple(table)
+            for stage, next_stage in pairwise(route):
+                previous_stages[next_stage] = stage
+        return tuple(previous_stages)
 
     @cached_property
     def next_stage(self) -> tuple[int, ...]:
-        """Per stage, the stage after it on its route; -1 where a route ends."""
-        table = [-1] * self.num_stages
+        """The stage after each stage on its route; -1 where a route ends."""
+        next_stages = [-1] * self.num_stages
         for route in self.routes:
-            for before, after in pairwise(route):
-                table[before] = after
-        return tuple(table)
+            for stage, next_stage in pairwise(route):
+                next_stages[stage] = next_stage
+        return tuple(next_stages)
 
     @cached_property
     def route_of_stage(self) -> tuple[int, ...]:
-        """Per stage, the index of its route."""
-        table = [0] * self.num_stages
+        """The index of each stage's route."""
+        routes_of_stages = [0] * self.num_stages
         for index, route in enumerate(self.routes):
             for stage in route:
-                table[stage] = index
-        return tuple(table)
+                routes_of_stages[stage] = index
+        return tuple(routes_of_stages)
 
     @classmethod
     def line(cls, num_ranks: int) -> "Placement":
@@ -131,24 +131,24 @@ class Placement:
 
         For 4 ranks: 0 7 | 1 6 | 2 5 | 3 4, with the routes 0 1 2 3 and 4 5 6 7
         """
-        there = tuple(range(num_ranks))
-        back = tuple(range(num_ranks, 2 * num_ranks))
-        return cls("bidirectional", there + there[::-1], (there, back))
+        first_copy = tuple(range(num_ranks))
+        second_copy = tuple(range(num_ranks, 2 * num_ranks))
+        return cls("bidirectional", first_copy + first_copy[::-1], (first_copy, second_copy))
 
     @classmethod
     def explicit(cls, rank_of_stage: Sequence[int], routes: Sequence[Sequence[int]] | None = None) -> "Placement":
         """Take the ranks as given; without `routes`, one route through all stages in order."""
-        chosen = [range(len(rank_of_stage))] if routes is None else routes
-        return cls("explicit", tuple(rank_of_stage), tuple(tuple(route) for route in chosen))
+        all_routes = [range(len(rank_of_stage))] if routes is None else routes
+        return cls("explicit", tuple(rank_of_stage), tuple(tuple(route) for route in all_routes))
 
 
 def modules_of_ranks(placement: Placement) -> list[list[int]]:
     """Return the stages, together with their copies on the same rank, which are one module; mostly one stage each."""
-    found: dict[tuple[int, int], list[int]] = {}
+    modules: dict[tuple[int, int], list[int]] = {}
     for route in placement.routes:
-        for place, stage in enumerate(route):
-            found.setdefault((placement.rank_of_stage[stage], place), []).append(stage)
-    return list(found.values())
+        for part, stage in enumerate(route):
+            modules.setdefault((placement.rank_of_stage[stage], part), []).append(stage)
+    return list(modules.values())
 
 
 def stages_without_copies(placement: Placement) -> list[int]:

@@ -62,7 +62,7 @@ class RecentTables(Generic[T]):
 
 
 PROGRAMS, SCHEDULES = RecentTables[Program](), RecentTables[Schedule]()
-"""Of this process, for all that ask for no others."""
+"""The recent tables of this process, for callers that bring none of their own."""
 
 
 def plan(
@@ -117,9 +117,9 @@ def prove_and_lower(
         _require_gathers(plan, sharding)
         _require_fit(plan, tied_groups, optimizer_step=optimizer_step, omits_reductions=facts.omits_reductions)
         return plan
-    known = prove(plan, demand)
-    program = lower(plan, tied_groups=tied_groups, optimizer_step=optimizer_step, start=known.start, **asdict(sharding))
-    prove(program, replace(demand, residency=sharding.most_whole), earlier_proof=known)
+    proof = prove(plan, demand)
+    program = lower(plan, tied_groups=tied_groups, optimizer_step=optimizer_step, start=proof.start, **asdict(sharding))
+    prove(program, replace(demand, residency=sharding.most_whole), earlier_proof=proof)
     return program
 
 
@@ -133,11 +133,7 @@ def prove_and_lower_once(
     programs: RecentTables[Program] = PROGRAMS,
 ) -> Program:
     """Do what `prove_and_lower` does, or return the program that it made of an equal plan without a limit of memory."""
-    options: dict[str, Any] = {
-        "tied_groups": tied_groups,
-        "optimizer_step": optimizer_step,
-        "sharding": sharding,
-    }
+    options: dict[str, Any] = {"tied_groups": tied_groups, "optimizer_step": optimizer_step, "sharding": sharding}
     if demand != NO_DEMAND or plan.num_rows > programs.most_rows:
         return prove_and_lower(plan, demand, **options)
     key = (type(plan), plan.name, plan.digest(), repr(options))
@@ -238,8 +234,8 @@ def memory_demand(
     memory_limit: Any, costs: Costs | LayerCosts | None, schedule: Schedule | Program, layers_of_stage: Sequence[range]
 ) -> Demand:
     """Return what is asked of the memory of a model's schedule; costs per layer are split as the model is."""
-    known = costs.of_table(schedule, layers_of_stage) if isinstance(costs, LayerCosts) else costs
-    return Demand.of(memory_limit, known)
+    costs_of_stages = costs.of_table(schedule, layers_of_stage) if isinstance(costs, LayerCosts) else costs
+    return Demand.of(memory_limit, costs_of_stages)
 
 
 def predict_peaks(
@@ -249,8 +245,8 @@ def predict_peaks(
 
     Parameters, gradients and optimizer state are stored in so many `shards`.
     """
-    named: dict[str, Any] = {**layer_bytes, "shards": shards}
-    costs = LayerCosts(**named).of_stages(layers_of_stage)
+    fields: dict[str, Any] = {**layer_bytes, "shards": shards}
+    costs = LayerCosts(**fields).of_stages(layers_of_stage)
     sizes = costs.stage_bytes(program.placement, program.num_microbatches)
     static = sizes.static_of_ranks(program.placement)
     return tuple((static + peak_bytes(program, sizes)).tolist())
@@ -279,8 +275,8 @@ def resolve_plan(
 ) -> Schedule | Program:
     """Return a schedule by its family's name, or a schedule or program from a file or as given.
 
-    It must be for these numbers. Without a number of `microbatches`, a family gets 8, and what is given whole keeps its
-    own.
+    It must be for these numbers. Without a number of `microbatches`, a family gets 8, and a schedule or program keeps
+    its number.
 
     Raises:
         ConfigError: if there is no such name or file, or it is for other numbers of ranks, stages per rank or
@@ -289,30 +285,30 @@ def resolve_plan(
     """
     if is_family_name(plan):
         number = DEFAULT_MICROBATCHES if microbatches is None else microbatches
-        given = {"ranks": ranks, "microbatches": number, "stages_per_rank": stages_per_rank}
-        return _build_once(plan, {**given, **options})
+        shape = {"ranks": ranks, "microbatches": number, "stages_per_rank": stages_per_rank}
+        return _build_once(plan, {**shape, **options})
     if options:
         name = next(iter(options))
         raise ConfigError("unknown option; a schedule that is given whole takes no options of a family", key=name)
-    whole = plan if isinstance(plan, Schedule | Program) else _read(Path(plan))
-    if whole.num_ranks != ranks:
+    table = plan if isinstance(plan, Schedule | Program) else _read(Path(plan))
+    if table.num_ranks != ranks:
         raise ConfigError(
-            f"{whole.name} is for {whole.num_ranks} ranks, but {ranks} run; start {whole.num_ranks} processes, or "
+            f"{table.name} is for {table.num_ranks} ranks, but {ranks} run; start {table.num_ranks} processes, or "
             "give a schedule for as many ranks as run",
             key="schedule",
         )
-    if microbatches not in (None, whole.num_microbatches):
+    if microbatches not in (None, table.num_microbatches):
         raise ConfigError(
-            f"{microbatches}, but {whole.name} is for {whole.num_microbatches} microbatches; make them equal",
+            f"{microbatches}, but {table.name} is for {table.num_microbatches} microbatches; make them equal",
             key="microbatches",
         )
-    if stages_per_rank is not None and stages_per_rank * ranks != whole.num_stages:
+    if stages_per_rank is not None and stages_per_rank * ranks != table.num_stages:
         raise ConfigError(
-            f"{stages_per_rank}, but {whole.name} has {count_of(whole.num_stages, 'stage')} on "
+            f"{stages_per_rank}, but {table.name} has {count_of(table.num_stages, 'stage')} on "
             f"{count_of(ranks, 'rank')}; leave it out, since a schedule that is given whole has its own",
             key="stages_per_rank",
         )
-    return whole
+    return table
 
 
 def _read(path: Path) -> Schedule | Program:

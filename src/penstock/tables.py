@@ -16,7 +16,7 @@ class Screen:
     """Where a table is shown."""
 
     width: int | None = None
-    """Columns of a terminal; None for a pipe or a file, where nothing is folded or left out."""
+    """The columns of a terminal; None for a pipe or a file, where nothing is folded or left out."""
     has_color: bool = False
     height: int = 24
 
@@ -56,7 +56,7 @@ def table_text(
     """
     sized = [_Sized(column, max((len(row[index]) for row in rows), default=0)) for index, column in enumerate(columns)]
     shown, is_broken = _that_fit(sized, screen)
-    is_shown = [any(one is each for each in shown) for one in sized]
+    is_shown = [any(column is shown_column for shown_column in shown) for column in sized]
     cells = [[cell for cell, stays in zip(row, is_shown, strict=True) if stays] for row in rows]
     lines = _rendered(shown, cells, screen, row_styles, is_broken=is_broken)
     missing = [column.heading for column, stays in zip(columns, is_shown, strict=True) if not stays]
@@ -81,7 +81,7 @@ def fields_text(fields: Sequence[tuple[str, str]], screen: Screen = NO_SCREEN) -
 class _Sized:
     column: Column
     cell_width: int
-    """Of the widest cell below the heading."""
+    """The width of the widest cell below the heading."""
 
     def width(self, *, is_broken: bool, is_folded: bool = False) -> int:
         cells = min(self.cell_width, MIN_TEXT_WIDTH) if is_folded and self.folds else self.cell_width
@@ -98,17 +98,18 @@ class _Sized:
 
 def _that_fit(columns: list[_Sized], screen: Screen) -> tuple[list[_Sized], bool]:
     """Return the columns to show, and whether their headings are broken at spaces."""
-    if screen.width is None or _total(columns, is_broken=False) <= screen.width:
+    if screen.width is None or _total_width(columns, is_broken=False) <= screen.width:
         return columns, False
-    droppable = sorted((each for each in columns if each.column.drop_order), key=lambda each: each.column.drop_order)
-    while droppable and _total(columns, is_broken=True, is_folded=True) > screen.width:
+    droppable = [sized for sized in columns if sized.column.drop_order]
+    droppable.sort(key=lambda sized: sized.column.drop_order)
+    while droppable and _total_width(columns, is_broken=True, is_folded=True) > screen.width:
         dropped = droppable.pop()
-        columns = [each for each in columns if each is not dropped]
+        columns = [sized for sized in columns if sized is not dropped]
     return columns, True
 
 
-def _total(columns: Sequence[_Sized], *, is_broken: bool, is_folded: bool = False) -> int:
-    widths = [each.width(is_broken=is_broken, is_folded=is_folded) for each in columns]
+def _total_width(columns: Sequence[_Sized], *, is_broken: bool, is_folded: bool = False) -> int:
+    widths = [sized.width(is_broken=is_broken, is_folded=is_folded) for sized in columns]
     return sum(widths) + GAP * (len(widths) - 1)
 
 
@@ -132,21 +133,21 @@ def _rendered(
     # rich describes a box by eight lines of four characters; only the rule below the headings is drawn.
     ruled = Box("\n".join(["    ", "    ", " ── ", *["    "] * 5]) + "\n")
     table = Table(box=ruled, show_edge=False, pad_edge=False, padding=(0, 0, 0, GAP - 1), border_style="dim")
-    for each in columns:
+    for sized in columns:
         table.add_column(
-            Text(each.heading(is_broken=is_broken)),
-            justify="left" if each.column.is_text else "right",
-            style=each.column.style,
+            Text(sized.heading(is_broken=is_broken)),
+            justify="left" if sized.column.is_text else "right",
+            style=sized.column.style,
             overflow="fold",
-            no_wrap=not each.folds,
-            min_width=each.width(is_broken=is_broken, is_folded=True),
+            no_wrap=not sized.folds,
+            min_width=sized.width(is_broken=is_broken, is_folded=True),
         )
     for index, row in enumerate(rows):
         table.add_row(*map(Text, row), style=row_styles[index] if row_styles else None)
     file = io.StringIO()
     console = Console(
         file=file,
-        width=screen.width or _total(columns, is_broken=False),
+        width=screen.width or _total_width(columns, is_broken=False),
         force_terminal=screen.has_color,
         color_system="standard" if screen.has_color else None,
         no_color=False,
