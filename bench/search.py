@@ -32,9 +32,9 @@ from penstock.ir.schedule import Schedule
 from penstock.partition.split import split_over
 from penstock.planning import plan, stage_costs
 from penstock.schedules import FAMILIES, build
-from penstock.searching.asked import place
 from penstock.searching.moves import Moves
 from penstock.searching.problem import Problem, every_action
+from penstock.searching.question import place
 from penstock.searching.sequences import run, sequence_of
 
 DATA = Path(__file__).parents[1] / "tests" / "data"

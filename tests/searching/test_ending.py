@@ -8,7 +8,7 @@ import pytest
 from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.searching.candidates import Candidate, of_constructions, of_families
-from penstock.searching.ending import planned, shortest, steadiest
+from penstock.searching.ending import finalists_of, shortest, steadiest
 from penstock.searching.noise import mean_s, perturbed
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of, random_costs
@@ -22,7 +22,7 @@ ALL = [
 
 
 def test_what_breaks_the_limit_with_its_messages_is_left_out():
-    found = planned(ALL, COSTS, 60, by_span=False)
+    found = finalists_of(ALL, COSTS, 60, by_span=False)
 
     assert 0 < len(found) < len(ALL)
     for each in found:
@@ -34,23 +34,23 @@ def test_what_breaks_the_limit_with_its_messages_is_left_out():
 def test_of_equally_short_ones_the_one_that_holds_least_is_chosen():
     costs = Costs.uniform(activation_bytes=10, weight_context_bytes=5)
     families = [*of_families(problem_of(Placement.line(4), 8, costs), by_span=False)]
-    found = planned(families, costs, None, by_span=False)
+    found = finalists_of(families, costs, None, by_span=False)
 
     best = shortest(found)
 
     equal = [each for each in found if each.objective_s == best.objective_s]
-    assert len({each.held for each in equal}) > 1
-    assert best.held == min(each.held for each in equal)
+    assert len({each.peak for each in equal}) > 1
+    assert best.peak == min(each.peak for each in equal)
 
 
 def test_the_objective_is_the_one_that_was_asked_for():
-    found = planned(ALL, COSTS, None, by_span=True)
+    found = finalists_of(ALL, COSTS, None, by_span=True)
 
     assert [each.objective_s for each in found] == [each.plan.timeline.span_s for each in found]
 
 
 def test_under_noise_the_best_mean_is_chosen_and_compared_with_the_best_family():
-    found, shares = planned(ALL, COSTS, None, by_span=False), np.full((3, 4), 0.1)
+    found, shares = finalists_of(ALL, COSTS, None, by_span=False), np.full((3, 4), 0.1)
 
     best, noise = steadiest(found, shares, 1, by_span=False)
 
@@ -71,7 +71,7 @@ def test_under_noise_the_best_mean_is_chosen_and_compared_with_the_best_family()
 
 
 def test_where_no_family_fits_there_is_none_to_compare_with():
-    found = [each for each in planned(ALL, COSTS, None, by_span=False) if each.candidate.family is None]
+    found = [each for each in finalists_of(ALL, COSTS, None, by_span=False) if each.candidate.family is None]
 
     _, noise = steadiest(found, np.full((3, 4), 0.1), 1, by_span=False)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from penstock.placement import Placement
-from penstock.searching.asked import Asked
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import by_objective, of_constructions, of_families
 from penstock.searching.improving import Improvement
+from penstock.searching.question import Question
 from penstock.searching.sequences import run
 from tests.searching.cases import problem_of, random_costs
 
@@ -18,9 +18,9 @@ BEST_S = STARTS[0].objective_s
 
 def improved(starts, goal_s=0.0, share=1.0, evaluations=20_000, report=lambda best_s: None):
     budget = Budget(0.0, evaluations)
-    improvement = Improvement(Asked(COSTS, False, 60, None, 0), budget, goal_s, share, report)
+    improvement = Improvement(Question(COSTS, False, 60, None, 0), budget, goal_s, share, report)
     improvement.run(starts)
-    return improvement.found, budget
+    return improvement.improved, budget
 
 
 def test_what_it_finds_is_shorter_and_fits():

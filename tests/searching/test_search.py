@@ -10,8 +10,8 @@ from penstock.planning import plan
 from penstock.proofs import check
 from penstock.schedules import build
 from penstock.searching import search as searching
-from penstock.searching.asked import place
 from penstock.searching.improving import Improvement
+from penstock.searching.question import place
 from penstock.searching.search import search
 from penstock.searching.split_orders import one_at_a_time
 from penstock.simulation import Costs, LayerCosts, simulate

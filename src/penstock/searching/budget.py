@@ -6,12 +6,12 @@ MOVES_PER_ROUND = 1_000
 
 
 class Budget:
-    """Counts seconds, or sequences that were timed: where a number of these is given, seconds do not count."""
+    """The seconds that a search may take, or the sequences that it may time: then seconds do not count."""
 
     def __init__(self, seconds: float, evaluations: int | None) -> None:
         self._seconds, self._evaluations = seconds, evaluations
         self.spent = 0
-        """Sequences that were timed."""
+        """How many sequences were timed."""
         self._begin_s = time.perf_counter()
 
     def begin(self) -> None:
@@ -34,12 +34,12 @@ class Budget:
         return self.is_over_at(1.0)
 
     def is_over_at(self, share: float) -> bool:
-        """Whether a share of it is over."""
+        """Whether a share of the budget is over."""
         if self._evaluations is not None:
             return self.spent >= share * self._evaluations
         return self.elapsed_s >= share * self._seconds
 
     def next_moves(self) -> int:
         """Return how many moves the next round may take."""
-        left = MOVES_PER_ROUND if self._evaluations is None else self._evaluations - self.spent
-        return max(min(left, MOVES_PER_ROUND), 0)
+        num_moves = MOVES_PER_ROUND if self._evaluations is None else self._evaluations - self.spent
+        return max(min(num_moves, MOVES_PER_ROUND), 0)

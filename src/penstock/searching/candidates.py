@@ -27,12 +27,12 @@ class Candidate:
     problem: Problem
     sequence: Ints
     objective_s: float
-    """Infinite where it does not fit."""
+    """The makespan or the span; infinite where the sequence does not fit."""
     method: Method
     family: Schedule | None = None
-    """The schedule that it comes from, as the family has it."""
+    """The family's schedule, where the sequence comes from one."""
     setting: Setting | None = None
-    """Of the list schedule that it is."""
+    """The setting of the list schedule, where the sequence is one."""
 
     @classmethod
     def of(cls, problem: Problem, sequence: Ints, method: Method, *, by_span: bool, **source: Any) -> "Candidate":
@@ -53,12 +53,12 @@ class Candidate:
 
 
 def by_objective(candidate: Candidate) -> float:
-    """Sort by this."""
+    """Return the key by which candidates are sorted."""
     return candidate.objective_s
 
 
 def of_families(problem: Problem, *, by_span: bool) -> Iterator[Candidate]:
-    """Every registered family of the shape, whether it fits or not."""
+    """Yield the schedule of every registered family of the shape, whether it fits or not."""
     for name in FAMILIES:
         try:
             schedule = build(
@@ -71,26 +71,27 @@ def of_families(problem: Problem, *, by_span: bool) -> Iterator[Candidate]:
 
 
 def of_constructions(problem: Problem, *, by_span: bool, is_over: Callable[[], bool]) -> Iterator[Candidate]:
-    """Sweeps, and list schedules of all settings: of these, behind the first that fits, as many as time allows."""
-    of = partial(Candidate.of, problem, method="list", by_span=by_span)
-    sweeps = [of(sequence) for sequence in sequences_of_sweeps(problem) if sequence is not None]
+    """Yield sweeps, and list schedules of all settings: of these, after the first that fits, as many as time allows."""
+    candidate_of = partial(Candidate.of, problem, method="list", by_span=by_span)
+    sweeps = [candidate_of(sequence) for sequence in sequences_of_sweeps(problem) if sequence is not None]
     yield from sweeps
-    has_one = any(each.fits for each in sweeps)
+    has_fitting = any(candidate.fits for candidate in sweeps)
     for setting in settings_for(problem):
-        if has_one and is_over():
+        if has_fitting and is_over():
             return
         sequence = list_schedule(problem, setting)
         if sequence is not None:
-            candidate = of(sequence, setting=setting)
-            has_one = has_one or candidate.fits
+            candidate = candidate_of(sequence, setting=setting)
+            has_fitting = has_fitting or candidate.fits
             yield candidate
 
 
 def different(candidates: list[Candidate]) -> list[Candidate]:
-    """Those that fit and whose ranks have different orders, the first of each, in their order."""
-    found: dict[bytes, Candidate] = {}
-    for each in candidates:
-        if each.fits:
-            by_rank = each.sequence[np.argsort(each.problem.rank[each.sequence], kind="stable")]
-            found.setdefault(by_rank.tobytes(), each)
-    return list(found.values())
+    """Return the candidates that fit, without those whose ranks have the same orders as an earlier one's."""
+    candidate_of_orders: dict[bytes, Candidate] = {}
+    for candidate in candidates:
+        if candidate.fits:
+            ranks = candidate.problem.rank[candidate.sequence]
+            orders = candidate.sequence[np.argsort(ranks, kind="stable")]
+            candidate_of_orders.setdefault(orders.tobytes(), candidate)
+    return list(candidate_of_orders.values())

@@ -19,41 +19,36 @@ from penstock.simulation.costs.layer_costs import LayerCosts
 
 
 def certify(
-    result: SearchResult,
-    costs_of_placement: Mapping[Placement, Costs | LayerCosts],
-    memory_limit: Any,
-    *,
-    per_action: bool,
+    result: SearchResult, costs: Mapping[Placement, Costs | LayerCosts], memory_limit: Any, *, per_action: bool
 ) -> None:
     """Raise an AssertionError where the result of a search with these arguments cannot be right.
 
-    Costs per layer may have another split on each placement.
+    Costs are by placement: those per layer may have another split on each one.
     """
     limit = None if memory_limit is None else Limit.read(memory_limit)
 
     def predict_s(schedule: Schedule) -> float | None:
-        """Return what a schedule takes, or None where it does not fit, or its family has no such costs."""
-        costs = costs_of_placement[schedule.placement]
-        row = compare(schedule.name, lambda: schedule, costs, per_action=per_action)
+        """Return the seconds of a schedule, or None where it does not fit, or its family has no such costs."""
+        row = compare(schedule.name, lambda: schedule, costs[schedule.placement], per_action=per_action)
         if isinstance(row, Refusal) or not (limit is None or row.fits(limit)):
             return None
         return row.makespan_s if result.objective == "makespan" else row.span_s
 
-    found_s, bound_s = result.objective_s, result.lower_bound_s
-    again_s = predict_s(result.schedule)
-    assert again_s is not None, f"the result of the search does not fit {limit}, or is refused"
-    assert again_s == found_s, f"the search found {found_s} s, and its result takes {again_s} s"
-    assert bound_s <= found_s * (1 + OPTIMAL_GAP), f"the bound, {bound_s} s, lies above the result, {found_s} s"
+    result_s, bound_s = result.objective_s, result.lower_bound_s
+    predicted_s = predict_s(result.schedule)
+    assert predicted_s is not None, f"the result of the search does not fit {limit}, or is refused"
+    assert predicted_s == result_s, f"the search found {result_s} s, and its result takes {predicted_s} s"
+    assert bound_s <= result_s * (1 + OPTIMAL_GAP), f"the bound, {bound_s} s, lies above the result, {result_s} s"
     if result.was_interrupted or result.noise is not None:
-        return  # families may be left out by then; or it was chosen by its mean, so without noise one may be shorter
-    for family in families_of(costs_of_placement, result.schedule.num_microbatches):
+        return  # families may be left out by then; or the mean chose the result, so without noise one may be shorter
+    for family in families_of(costs, result.schedule.num_microbatches):
         family_s = predict_s(family)
-        is_shorter = family_s is not None and family_s * (1 + OPTIMAL_GAP) < found_s
-        assert not is_shorter, f"the search found {found_s} s, and {family.name}, which fits, takes {family_s} s"
+        is_shorter = family_s is not None and family_s * (1 + OPTIMAL_GAP) < result_s
+        assert not is_shorter, f"the search found {result_s} s, and {family.name}, which fits, takes {family_s} s"
 
 
 def families_of(placements: Collection[Placement], num_microbatches: int) -> Iterator[Schedule]:
-    """Yield the schedules of all families, with their own defaults, that train on one of the placements."""
+    """Yield the schedules of all families, with the families' defaults, that train on one of the placements."""
     for num_ranks, num_stages in {(placement.num_ranks, placement.num_stages) for placement in placements}:
         for name in FAMILIES:
             try:

@@ -22,54 +22,55 @@ from penstock.simulation.costs.costs import Costs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Planned:
-    """A candidate with its plan."""
+class Finalist:
+    """A candidate with its plan, proved under the limit."""
 
     candidate: Candidate
     plan: Plan
     objective_s: float
-    """With its messages."""
+    """The makespan or the span of the plan, with its messages."""
 
     @property
-    def held(self) -> int:
+    def peak(self) -> int:
         """The most that a rank holds: bytes, or activations where costs know no bytes."""
         return max(self.plan.timeline.peak_bytes) or max(self.plan.timeline.peak_activations)
 
 
-def planned(candidates: Iterable[Candidate], costs: Costs, memory_limit: Any, *, by_span: bool) -> list[Planned]:
+def finalists_of(candidates: Iterable[Candidate], costs: Costs, memory_limit: Any, *, by_span: bool) -> list[Finalist]:
     """Lower, prove and simulate candidates; leave out what breaks the limit, maybe by its messages."""
-    found = []
+    finalists = []
     for candidate in candidates:
         try:
-            own = plan(candidate.schedule(), costs, memory_limit=memory_limit)
+            proved = plan(candidate.schedule(), costs, memory_limit=memory_limit)
         except ScheduleError:
             continue
-        found.append(Planned(candidate, own, own.timeline.span_s if by_span else own.timeline.makespan_s))
-    return found
+        objective_s = proved.timeline.span_s if by_span else proved.timeline.makespan_s
+        finalists.append(Finalist(candidate, proved, objective_s))
+    return finalists
 
 
-def shortest(found: Sequence[Planned]) -> Planned:
-    """Return the shortest, of equally short ones the one that holds least."""
-    shortest_s = min(each.objective_s for each in found) * (1 + OPTIMAL_GAP)
-    return min((each for each in found if each.objective_s <= shortest_s), key=lambda each: each.held)
+def shortest(finalists: Sequence[Finalist]) -> Finalist:
+    """Return the shortest finalist, of equally short ones the one that holds least."""
+    shortest_s = min(finalist.objective_s for finalist in finalists) * (1 + OPTIMAL_GAP)
+    return min((finalist for finalist in finalists if finalist.objective_s <= shortest_s), key=lambda best: best.peak)
 
 
 def steadiest(
-    found: Sequence[Planned], shares: NDArray[np.float64], seed: int, *, by_span: bool
-) -> tuple[Planned, NoiseEffect]:
-    """Return the one that is shortest on average over perturbed costs, and what noise does."""
-    problems: dict[Placement, list[Problem]] = {}
-    means = []
-    for each in found:
-        own, sequence = each.candidate.problem, each.candidate.sequence
-        if own.placement not in problems:
-            problems[own.placement] = perturbed(own, shares, seed)
-        longer = mean_s(problems[own.placement], sequence, by_span=by_span) / mean_s([own], sequence, by_span=by_span)
-        means.append(each.objective_s * longer)
-    best = int(np.argmin(means))
-    families = [index for index, each in enumerate(found) if each.candidate.method == "family"]
-    family = min(families, key=lambda index: found[index].objective_s, default=None)
+    finalists: Sequence[Finalist], shares: NDArray[np.float64], seed: int, *, by_span: bool
+) -> tuple[Finalist, NoiseEffect]:
+    """Return the finalist that is shortest on average over perturbed costs, and what noise does."""
+    perturbed_problems: dict[Placement, list[Problem]] = {}
+    means_s = []
+    for finalist in finalists:
+        problem, sequence = finalist.candidate.problem, finalist.candidate.sequence
+        if problem.placement not in perturbed_problems:
+            perturbed_problems[problem.placement] = perturbed(problem, shares, seed)
+        noisy_s = mean_s(perturbed_problems[problem.placement], sequence, by_span=by_span)
+        means_s.append(finalist.objective_s * (noisy_s / mean_s([problem], sequence, by_span=by_span)))
+    best = int(np.argmin(means_s))
+    families = [index for index, finalist in enumerate(finalists) if finalist.candidate.method == "family"]
+    family = min(families, key=lambda index: finalists[index].objective_s, default=None)
     if family is None:
-        return found[best], NoiseEffect(means[best], "", 0.0, 0.0)
-    name = found[family].plan.schedule.name
-    return found[best], NoiseEffect(means[best], name, found[family].objective_s, means[family])
+        return finalists[best], NoiseEffect(means_s[best], "", 0.0, 0.0)
+    name = finalists[family].plan.schedule.name
+    return finalists[best], NoiseEffect(means_s[best], name, finalists[family].objective_s, means_s[family])

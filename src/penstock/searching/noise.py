@@ -27,12 +27,13 @@ class NoiseEffect:
     family: str
     """The family that is best without noise; empty where none fits."""
     family_s: float
-    """Its objective without noise; 0 for none."""
+    """The objective of the family without noise; 0 where none fits."""
     family_mean_s: float
+    """The mean of the objective of the family; 0 where none fits."""
 
 
 def shares_of(noise: object, costs: Costs, num_stages: int) -> NDArray[np.float64]:
-    """[3, num_stages] the standard deviation of an action, as a share of its seconds. Raises: ConfigError."""
+    """Return the standard deviation of actions as a share of their seconds, [3, num_stages]. Raises: ConfigError."""
     if noise == "measured":
         return _measured(costs, num_stages)
     if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0.0 <= noise < 1.0:
@@ -45,33 +46,33 @@ def shares_of(noise: object, costs: Costs, num_stages: int) -> NDArray[np.float6
 
 def _measured(costs: Costs, num_stages: int) -> NDArray[np.float64]:
     shares = {
-        (each.kind, each.stage): each.quartile_range_s / each.median_s / QUARTILES
-        for each in costs.spreads
-        if each.median_s > 0.0
+        (spread.kind, spread.stage): spread.quartile_range_s / spread.median_s / QUARTILES
+        for spread in costs.spreads
+        if spread.median_s > 0.0
     }
     if not shares:
         raise ConfigError("the costs have no measured spreads; give a share such as 0.03", key="noise")
     mean = float(np.mean(list(shares.values())))
-    of_stage = [
-        float(np.mean([share for (_, other), share in shares.items() if other == stage] or [mean]))
-        for stage in range(num_stages)
-    ]
-    return np.array([[shares.get((kind, stage), of_stage[stage]) for stage in range(num_stages)] for kind in PLANES])
+    table = np.empty((len(PLANES), num_stages))
+    for stage in range(num_stages):
+        shares_of_stage = [share for (_, measured_stage), share in shares.items() if measured_stage == stage]
+        mean_of_stage = float(np.mean(shares_of_stage or [mean]))
+        table[:, stage] = [shares.get((kind, stage), mean_of_stage) for kind in PLANES]
+    return table
 
 
 def perturbed(problem: Problem, shares: NDArray[np.float64], seed: int) -> list[Problem]:
     """Return the problem with other seconds, `NUM_DRAWS` times; equal seeds draw the same.
 
-    Half of the draws are the others with the opposite sign: so the work is the same on average, and what the mean is
-    above the costs is what waiting adds.
+    Half of the draws are the opposites of the other half. So the work is the same on average, and the mean is above the
+    costs by what waiting adds.
     """
     share_of_action = np.repeat(shares.reshape(-1), problem.num_microbatches)
-    drawn = np.random.default_rng(seed).standard_normal((NUM_DRAWS // 2, problem.num_actions))
-    draws = [*drawn, *-drawn]
+    half = np.random.default_rng(seed).standard_normal((NUM_DRAWS // 2, problem.num_actions))
+    draws = [*half, *-half]
     return [replace(problem, seconds=problem.seconds * np.maximum(1.0 + share_of_action * draw, 0.0)) for draw in draws]
 
 
 def mean_s(problems: Sequence[Problem], sequence: Ints, *, by_span: bool) -> float:
     """Return the mean of the objective over perturbed problems."""
-    runs = [run(problem, sequence) for problem in problems]
-    return float(np.mean([each.objective_s(by_span=by_span) for each in runs]))
+    return float(np.mean([run(problem, sequence).objective_s(by_span=by_span) for problem in problems]))

@@ -56,7 +56,7 @@ class Problem:
     limit: Bytes
     """[num_ranks] the most bytes that each rank may hold."""
     launch_s: float
-    """Seconds of a launch, which runs before an action starts and counts among its seconds."""
+    """The seconds of a launch, which runs before an action starts and counts among the action's seconds."""
 
     @property
     def num_actions(self) -> int:

@@ -36,18 +36,18 @@ class SearchResult:
     """The result of a search."""
 
     plan: Plan
-    """Proved under the limit."""
+    """The plan of the schedule, proved under the limit."""
     costs: Costs
-    """Those of one action of each stage of its placement, with which it was simulated."""
+    """The costs of one action of each stage of its placement, with which it was simulated."""
     bound: Bound
     """The largest lower bound, and its terms."""
     method: Method
     """Where the schedule comes from."""
     objective: Objective
     seconds: float
-    """That the search took."""
+    """The seconds that the search took."""
     evaluations: int
-    """Sequences that were timed."""
+    """How many sequences were timed."""
     noise: NoiseEffect | None = None
     """The effect of noise in the costs on it and on the best family, where a search allows for noise."""
     solver_bound_s: float | None = None
@@ -55,7 +55,7 @@ class SearchResult:
     was_interrupted: bool = False
     """Whether Ctrl-C ended it before its time."""
     split: tuple[int, ...] = ()
-    """Layers of each stage where the usual split left no order within the limit; all else is of this split."""
+    """The layers of each stage where the usual split left no order within the limit; all else is of this split."""
 
     @property
     def schedule(self) -> Schedule:
@@ -91,12 +91,12 @@ class SearchResult:
 
     @property
     def lower_bound_s(self) -> float:
-        """Of the objective: no order of the placements that were asked for can go below it."""
+        """The seconds of the objective that no order of the placements that were asked for can go below."""
         return self.bound.seconds
 
     @property
     def gap(self) -> float:
-        """By how much the result is above the bound, as a share of it."""
+        """The share of the bound by which the result is above it."""
         return gap_of(self.objective_s, self.lower_bound_s)
 
     @property
@@ -106,18 +106,18 @@ class SearchResult:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Per rank, with what is always there."""
+        """The most bytes that each rank holds, with what is always there."""
         pairs = zip(self.timeline.peak_bytes, self.timeline.static_bytes, strict=True)
         return [peak + static for peak, static in pairs]
 
 
 def best_result(results: Sequence[SearchResult]) -> SearchResult:
-    """Return the shortest of at least one, of equally short ones the one that holds least."""
+    """Return the shortest of at least one result, of equally short ones the one that holds least."""
     shortest_s = min(result.chosen_by_s for result in results) * (1 + OPTIMAL_GAP)
     return min((result for result in results if result.chosen_by_s <= shortest_s), key=lambda result: result.held)
 
 
-def gap_of(found_s: float, bound_s: float) -> float:
-    """Return by how much something is above a bound, as a share of it."""
-    gap = found_s / bound_s - 1 if bound_s else 0.0
+def gap_of(objective_s: float, bound_s: float) -> float:
+    """Return by how much an objective is above a bound, as a share of the bound."""
+    gap = objective_s / bound_s - 1 if bound_s else 0.0
     return 0.0 if abs(gap) < ROUNDING else gap

@@ -19,12 +19,11 @@ from typing import Any, get_args
 from penstock.errors import ScheduleError, require_choice
 from penstock.placement import Placement
 from penstock.proofs import Limit
-from penstock.searching.asked import Asked, cheapest, problems_of, require_number
 from penstock.searching.bounds import Bound, lower_bound
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import Candidate, by_objective, different, of_families
 from penstock.searching.certifying import certify
-from penstock.searching.ending import planned, shortest, steadiest
+from penstock.searching.ending import finalists_of, shortest, steadiest
 from penstock.searching.exact import MOST_ACTIONS, is_installed, solve
 from penstock.searching.fitting import Split
 from penstock.searching.improving import Improvement
@@ -32,6 +31,7 @@ from penstock.searching.listing import list_schedule
 from penstock.searching.moves import Moves
 from penstock.searching.noise import Measured, shares_of
 from penstock.searching.problem import Problem
+from penstock.searching.question import Question, cheapest, problems_of, require_number
 from penstock.searching.result import OPTIMAL_GAP, Objective, Progress, SearchResult, best_result
 from penstock.searching.settings import settings_for
 from penstock.searching.split_orders import split_within
@@ -41,10 +41,10 @@ from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.layer_costs import LayerCosts
 from penstock.simulation.engine import require_costs
 
-NUM_ENDED = 32
-"""Candidates that are lowered, proved and simulated at the end, at most."""
+MOST_FINALISTS = 32
+"""The most candidates that are lowered, proved and simulated at the end."""
 SHARE_BEFORE_SOLVING = 0.5
-"""Of the time, where the exact method takes the rest."""
+"""The share of the time after which the exact method, where there is one, takes the rest."""
 
 
 def search(
@@ -88,7 +88,7 @@ def search(
         ScheduleError: where no order fits the limit that this search could find; it says what would.
         AssertionError: where a registered family is shorter than the result, or the result than its bound: a bug.
     """
-    _require_values(costs, objective, ranks=ranks, microbatches=microbatches, evaluations=evaluations, seconds=seconds)
+    _require_values(costs, objective, seconds, ranks=ranks, microbatches=microbatches, evaluations=evaluations)
     shape = (ranks, microbatches, placement, stages_per_rank, memory_limit)
 
     limit = None if memory_limit is None else Limit.read(memory_limit)
@@ -99,11 +99,11 @@ def search(
 
     def searches_of(split: Split = ()) -> Iterator[_Search]:
         """Yield a search of each placement, in which costs per layer have a split, or the usual one."""
-        for problem, own_costs in problems_of(costs_with(split), *shape, per_action=per_action):
-            shares = None if noise is None else shares_of(noise, own_costs, problem.num_stages)
-            asked = Asked(own_costs, objective == "span", memory_limit, shares, seed)
+        for problem, stage_costs in problems_of(costs_with(split), *shape, per_action=per_action):
+            shares = None if noise is None else shares_of(noise, stage_costs, problem.num_stages)
+            question = Question(stage_costs, objective == "span", memory_limit, shares, seed)
             budget, is_last_split = Budget(seconds, evaluations), layer_costs is None or bool(split)
-            yield _Search(problem, asked, budget, progress, split, is_last_split=is_last_split)
+            yield _Search(problem, question, budget, progress, split, is_last_split=is_last_split)
 
     def resplit(placement: Placement) -> _Search | None:
         """Return the search of a placement with a split in which a known order fits; None where none does."""
@@ -113,10 +113,10 @@ def search(
             _, split = split_within(layer_costs, [placement], microbatches, limit)
         except ScheduleError:
             return None
-        return next(one for one in searches_of(split) if one.problem.placement == placement)
+        return next(search for search in searches_of(split) if search.placement == placement)
 
     searches = list(searches_of())
-    placements = [one.problem.placement for one in searches]
+    placements = [search.placement for search in searches]
     _compile(placements)
     try:
         result = _best_of(searches, None if layer_costs is None else resplit)
@@ -124,7 +124,7 @@ def search(
         if limit is not None and layer_costs is not None:
             split_within(layer_costs, placements, microbatches, limit)  # it refuses, and names what needs least
         raise
-    costs_of_placement = {one.problem.placement: costs_with(one.split) for one in searches}
+    costs_of_placement = {search.placement: costs_with(search.split) for search in searches}
     try:
         certify(result, costs_of_placement, memory_limit, per_action=per_action)
     except KeyboardInterrupt:  # the result is proved; only the last look at it was cut short
@@ -132,20 +132,12 @@ def search(
     return result
 
 
-def _require_values(
-    costs: Costs | LayerCosts,
-    objective: object,
-    *,
-    ranks: object,
-    microbatches: object,
-    evaluations: object,
-    seconds: object,
-) -> None:
+def _require_values(costs: Costs | LayerCosts, objective: object, seconds: object, **numbers: object) -> None:
     """Refuse a value that an argument of `search` cannot have. Raises: ConfigError."""
     if not isinstance(costs, LayerCosts):
         require_costs(costs)
     require_choice("objective", objective, get_args(Objective))
-    for key, number in (("ranks", ranks), ("microbatches", microbatches), ("evaluations", evaluations)):
+    for key, number in numbers.items():
         if number is not None or key != "evaluations":
             require_number(key, number, at_least=1)
     require_number("seconds", seconds, at_least=0, is_whole=False)
@@ -160,26 +152,26 @@ def _best_of(searches: list["_Search"], resplit: Callable[[Placement], "_Search 
     """
     results: list[SearchResult] = []
     was_interrupted = False
-    for one in sorted(searches, key=lambda one: one.bound.seconds):
-        chosen = best_result(results) if results else None
-        is_needless = chosen is not None and chosen.noise is None and one.bound.seconds >= chosen.objective_s
+    for search in sorted(searches, key=lambda search: search.bound.seconds):
+        best = best_result(results) if results else None
+        is_needless = best is not None and best.noise is None and search.bound.seconds >= best.objective_s
         if is_needless and resplit is None:
             continue
         try:
-            results += _results_of(one, searches, chosen, sum(result.seconds for result in results), resplit)
+            results += _results_of(search, searches, best, sum(result.seconds for result in results), resplit)
         except KeyboardInterrupt:
-            if chosen is None:
+            if best is None:
                 raise
             was_interrupted = True
         if was_interrupted or any(result.was_interrupted for result in results):
             was_interrupted = True
             break
     if not results:
-        raise nothing_fits([(one.problem, one.asked) for one in searches])
-    solver_bounds_s = [one.solver_bound_s for one in searches if one.solver_bound_s is not None]
+        raise nothing_fits([(search.problem, search.question) for search in searches])
+    solver_bounds_s = [search.solver_bound_s for search in searches if search.solver_bound_s is not None]
     return replace(
         best_result(results),
-        bound=min((one.bound for one in searches), key=lambda bound: bound.seconds),
+        bound=min((search.bound for search in searches), key=lambda bound: bound.seconds),
         seconds=sum(result.seconds for result in results),
         evaluations=sum(result.evaluations for result in results),
         solver_bound_s=min(solver_bounds_s) if len(solver_bounds_s) == len(searches) else None,
@@ -188,19 +180,19 @@ def _best_of(searches: list["_Search"], resplit: Callable[[Placement], "_Search 
 
 
 def _results_of(
-    one: "_Search",
+    search: "_Search",
     searches: list["_Search"],
-    chosen: SearchResult | None,
+    best: SearchResult | None,
     seconds_before: float,
     resplit: Callable[[Placement], "_Search | None"] | None,
 ) -> list[SearchResult]:
-    """Return the best order of one of the searches, or nothing where none fits with any split that is known."""
-    results = one.run(chosen, seconds_before, min(other.bound.seconds for other in searches))
-    other_split = None if results or resplit is None else resplit(one.problem.placement)
-    if other_split is None:
+    """Return the best order of a search, or nothing where none fits with any known split; `best` is the best so far."""
+    results = search.run(best, seconds_before, min(search.bound.seconds for search in searches))
+    new_search = None if results or resplit is None else resplit(search.placement)
+    if new_search is None:
         return results
-    searches[searches.index(one)] = other_split
-    return other_split.run(chosen, seconds_before, min(other.bound.seconds for other in searches))
+    searches[searches.index(search)] = new_search
+    return new_search.run(best, seconds_before, min(search.bound.seconds for search in searches))
 
 
 class _Search:
@@ -209,35 +201,35 @@ class _Search:
     def __init__(
         self,
         problem: Problem,
-        asked: Asked,
+        question: Question,
         budget: Budget,
         progress: Callable[[Progress], None] | None,
         split: Split = (),
         *,
         is_last_split: bool = True,
     ) -> None:
-        """`is_last_split` says whether it tries one microbatch at a time where nothing else fits."""
-        self.problem, self.asked, self.split = problem, asked, split
+        """Take the question of a placement; with `is_last_split`, where nothing fits, try one microbatch at a time."""
+        self.problem, self.placement, self.question, self.split = problem, problem.placement, question, split
         self._is_last_split = is_last_split
         self._budget, self._progress = budget, progress
-        self._cheapest = cheapest(problem, asked.costs)
-        self.bound: Bound = lower_bound(self._cheapest, by_span=asked.by_span)
-        """The largest lower bound so far: the exact method may raise it."""
+        self._cheapest = cheapest(problem, question.costs)
+        self.bound: Bound = lower_bound(self._cheapest, by_span=question.by_span)
+        """The largest lower bound so far, which the exact method may raise."""
         self.solver_bound_s: float | None = None
         self._best_s, self._seconds_before, self._least_bound_s = math.inf, 0.0, 0.0
         self._families: list[Candidate] = []
         self._searched: list[Candidate] = []
         self._last_resort: list[Candidate] = []
 
-    def run(self, chosen: SearchResult | None, seconds_before: float, least_bound_s: float) -> list[SearchResult]:
+    def run(self, best: SearchResult | None, seconds_before: float, least_bound_s: float) -> list[SearchResult]:
         """Return the best order that fits, or nothing where none was found. Raises: KeyboardInterrupt, before any.
 
-        Progress is that of all placements: `chosen` is the best result of those before, `seconds_before` what these
-        took, and `least_bound_s` the least bound of all.
+        Progress is that of all placements: `best` is the best result of earlier placements, `seconds_before` the time
+        that they took, and `least_bound_s` the least bound of all.
         """
         self._least_bound_s = least_bound_s
-        if chosen is not None:
-            self._best_s, self._seconds_before = chosen.objective_s, seconds_before
+        if best is not None:
+            self._best_s, self._seconds_before = best.objective_s, seconds_before
         self._budget.begin()
         results = self._run_from(self._start)
         return results if results or not self._is_last_split else self._run_from(self._start_again)
@@ -264,25 +256,25 @@ class _Search:
         return is_small and not self._budget.counts_evaluations and is_installed()
 
     def _start(self) -> list[Candidate]:
-        self._families = list(of_families(self.problem, by_span=self.asked.by_span))
+        self._families = list(of_families(self.problem, by_span=self.question.by_span))
         self._budget.spent += len(self._families)
-        starts = starts_of(self.problem, self._families, self.asked, self._budget)
+        starts = starts_of(self.problem, self._families, self.question, self._budget)
         self._searched += [start for start in starts if start.method != "family"]
         return starts
 
     def _start_again(self) -> list[Candidate]:
-        """Return the last resort; what was searched before it is left out, because all of it breaks the limit."""
-        self._last_resort = last_resort(self.problem, self.asked)
+        """Return the last resort; earlier candidates are left out, because all of them break the limit."""
+        self._last_resort = last_resort(self.problem, self.question)
         self._searched = list(self._last_resort)
         return self._last_resort
 
     def _improve(self, candidates: list[Candidate]) -> None:
         share = SHARE_BEFORE_SOLVING if self._has_exact_method else 1.0
-        improvement = Improvement(self.asked, self._budget, self._goal_s, share, self._report)
+        improvement = Improvement(self.question, self._budget, self._goal_s, share, self._report)
         try:
             improvement.run(candidates)
-        finally:  # an interrupt too leaves what was found
-            self._searched += improvement.found
+        finally:  # what was improved before an interrupt counts
+            self._searched += improvement.improved
 
     def _report(self, candidate_s: float) -> None:
         self._best_s = min(self._best_s, candidate_s)
@@ -292,37 +284,37 @@ class _Search:
 
     def _solve(self) -> None:
         """Let the exact method raise the bound, and find what is shorter, in the time that is left."""
-        by_span = self.asked.by_span
+        by_span = self.question.by_span
         fitting = [candidate for candidate in [*self._searched, *self._families] if candidate.fits]
         start = min(fitting, key=by_objective, default=None)
         if start is None or self._budget.is_over or start.objective_s <= self._goal_s:
             return
-        options: dict[str, Any] = {"by_span": by_span, "seconds": self._budget.left_s, "seed": self.asked.seed}
-        solved = solve(self._cheapest, start.sequence, **options)
-        self.solver_bound_s = solved.bound_s
-        if self.bound.seconds < solved.bound_s < math.inf:
-            self.bound = Bound("exact", None, {"proved by CP-SAT": solved.bound_s})
-        if solved.sequence is not None:
-            self._searched.append(Candidate.of(self.problem, solved.sequence, "exact", by_span=by_span))
-        if solved.was_interrupted:
+        options: dict[str, Any] = {"by_span": by_span, "seconds": self._budget.left_s, "seed": self.question.seed}
+        solution = solve(self._cheapest, start.sequence, **options)
+        self.solver_bound_s = solution.bound_s
+        if self.bound.seconds < solution.bound_s < math.inf:
+            self.bound = Bound("exact", None, {"proved by CP-SAT": solution.bound_s})
+        if solution.sequence is not None:
+            self._searched.append(Candidate.of(self.problem, solution.sequence, "exact", by_span=by_span))
+        if solution.was_interrupted:
             raise KeyboardInterrupt
 
     def _end(self, *, was_interrupted: bool) -> list[SearchResult]:
-        asked, by_span = self.asked, self.asked.by_span
-        best_few = different(sorted(self._searched, key=by_objective))[:NUM_ENDED]
+        question, by_span = self.question, self.question.by_span
+        best_few = different(sorted(self._searched, key=by_objective))[:MOST_FINALISTS]
         candidates = [*best_few, *self._last_resort, *self._families]
-        plans = planned(candidates, asked.costs, asked.memory_limit, by_span=by_span)
-        if not plans and was_interrupted:
+        finalists = finalists_of(candidates, question.costs, question.memory_limit, by_span=by_span)
+        if not finalists and was_interrupted:
             raise KeyboardInterrupt
-        if not plans:
+        if not finalists:
             return []
-        best, noise = shortest(plans), None
-        if asked.noise_shares is not None:
-            best, noise = steadiest(plans, asked.noise_shares, asked.seed, by_span=by_span)
+        best, noise = shortest(finalists), None
+        if question.noise_shares is not None:
+            best, noise = steadiest(finalists, question.noise_shares, question.seed, by_span=by_span)
         return [
             SearchResult(
                 plan=best.plan,
-                costs=asked.costs,
+                costs=question.costs,
                 bound=self.bound,
                 method=best.candidate.method,
                 objective="span" if by_span else "makespan",
@@ -340,7 +332,7 @@ def _compile(placements: Collection[Placement]) -> None:
     """Compile all loops that these placements need, which takes seconds on first use."""
     for placement in placements:
         list(sequences_of_sweeps(Problem.of(placement, 1, Costs.uniform())))
-    few = Problem.of(Placement.line(1), 1, Costs.uniform())
-    sequence = list_schedule(few, next(settings_for(few)))
+    problem = Problem.of(Placement.line(1), 1, Costs.uniform())
+    sequence = list_schedule(problem, next(settings_for(problem)))
     assert sequence is not None
-    Moves(few, 0).improve(sequence, sequence, math.inf, 1, 0.0)
+    Moves(problem, 0).improve(sequence, sequence, math.inf, 1, 0.0)

@@ -45,11 +45,11 @@ class Timing(NamedTuple):
     start_s: Any
     end_s: Any
     arrival_s: Any
-    """Per action, when its result is with the rank that takes it, but for the message's latency."""
+    """[num_actions] when a result is with the rank that takes it, but for the message's latency."""
     first_s: Any
-    """Per rank, when its first action starts; -1 before that."""
+    """[num_ranks] when a rank's first action starts; -1 before that."""
     free_s: Any
-    """Per rank, when its last action so far ends; -1 before the first."""
+    """[num_ranks] when a rank's last action so far ends; -1 before the first."""
     held_bytes: Any
     peak_bytes: Any
     link_free_s: Any
@@ -121,8 +121,8 @@ def earliest_s(columns: Any, timing: Any, action: int) -> float:
     return float(start_s)
 
 
-def put(columns: Any, timing: Any, action: int, start_s: float) -> float:
-    """Let an action run from a time on; return when it ends."""
+def put(columns: Any, timing: Any, action: int, start_s: float) -> None:
+    """Let an action run from a time on."""
     rank = columns.rank[action]
     end_s = start_s + columns.seconds[action]
     timing.free_s[rank] = end_s
@@ -138,7 +138,6 @@ def put(columns: Any, timing: Any, action: int, start_s: float) -> float:
         arrival_s += columns.wire_s[action]
         timing.link_free_s[link] = arrival_s
     timing.arrival_s[action] = arrival_s
-    return float(end_s)
 
 
 def clear(timing: Any) -> None:

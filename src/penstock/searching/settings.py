@@ -19,18 +19,19 @@ WAITS = (-ANY_NUMBER, 0.0, 0.25, 0.5, 1.0)
 
 
 def settings_for(problem: Problem) -> Iterator[Setting]:
-    """Yield them, each the same on all ranks, those first that are best most often."""
+    """Yield settings that are the same on all ranks, those first that are best most often."""
     ranks = problem.num_ranks
     depths = (True,) if problem.num_stages == ranks else (True, False)
-    for wait, most, prefers_inputs, deep_first in product(WAITS, _numbers(problem), (True, False), depths):
+    for wait, most_under_way, prefers_inputs, deep_first in product(WAITS, _numbers(problem), (True, False), depths):
         waits = np.full(ranks, float(wait))
-        yield Setting(most, np.full(ranks, prefers_inputs), waits, np.full(ranks, deep_first))
+        yield Setting(most_under_way, np.full(ranks, prefers_inputs), waits, np.full(ranks, deep_first))
 
 
 def _numbers(problem: Problem) -> list[Ints]:
-    found = [np.full(problem.num_stages, ANY_NUMBER, np.int32)]
+    """Return the numbers of microbatches under way on each stage that are tried."""
+    numbers = [np.full(problem.num_stages, ANY_NUMBER, np.int32)]
     if problem.num_stages == problem.num_ranks:
-        under_way = problem.num_ranks - np.array(problem.placement.rank_of_stage)
-        found += [np.maximum(np.ceil(under_way * times), 1).astype(np.int32) for times in TIMES_OF_1F1B]
-        found.append((2 * under_way - 1).astype(np.int32))
-    return found
+        under_1f1b = problem.num_ranks - np.array(problem.placement.rank_of_stage)
+        numbers += [np.maximum(np.ceil(under_1f1b * times), 1).astype(np.int32) for times in TIMES_OF_1F1B]
+        numbers.append((2 * under_1f1b - 1).astype(np.int32))
+    return numbers

@@ -40,8 +40,8 @@ def split_within(
     for placement in placements:
         for schedule in (one_at_a_time(placement, microbatches), *families_of([placement], microbatches)):
             program = lower(schedule)
-            most = limit.of_ranks(program.num_ranks, schedule.parts_per_rank)
-            splits = fitting_split(costs, program, most, costs.shards)
+            most_bytes = limit.of_ranks(program.num_ranks, schedule.parts_per_rank)
+            splits = fitting_split(costs, program, most_bytes, costs.shards)
             least = min(least, (splits.least_bytes, splits.least, splits.is_exact))
             if splits.split is None:
                 continue
@@ -51,9 +51,9 @@ def split_within(
                 fastest_s, fastest = makespan_s, (placement, splits.split)
     if fastest is None:
         num_bytes, split, is_exact = least
-        which = "whatever the split" if is_exact else "and not every split was tried"
+        scope = "whatever the split" if is_exact else "and not every split was tried"
         raise ScheduleError(
-            f"no order was found that fits a limit of {limit}, {which}; with one microbatch at a time, which needs "
+            f"no order was found that fits a limit of {limit}, {scope}; with one microbatch at a time, which needs "
             f"least, a rank holds {format_bytes(int(num_bytes))} with {split_text(split)}. Raise the limit, or give "
             "more ranks or smaller layers"
         )

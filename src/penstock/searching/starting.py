@@ -10,35 +10,35 @@ from penstock.errors import ScheduleError, count_of
 from penstock.ir.live import peak_bytes
 from penstock.lowering import lower
 from penstock.proofs import Limit
-from penstock.searching.asked import Asked, sizes_and_limit
 from penstock.searching.budget import Budget
 from penstock.searching.candidates import Candidate, by_objective, of_constructions
 from penstock.searching.problem import Bytes, Problem
+from penstock.searching.question import Question, sizes_and_limit
 from penstock.searching.sequences import sequence_of
 from penstock.searching.split_orders import one_at_a_time
 
-NUM_KEPT = 32
-"""The best ones of a start, at most."""
+MOST_STARTS = 32
+"""The most candidates with which a search starts."""
 NUM_TIGHTENED = 3
-"""Times that the limit is lowered to make room for messages."""
+"""How many times the limit is lowered to make room for messages."""
 
 
-def starts_of(problem: Problem, families: Sequence[Candidate], asked: Asked, budget: Budget) -> list[Candidate]:
+def starts_of(problem: Problem, families: Sequence[Candidate], question: Question, budget: Budget) -> list[Candidate]:
     """Return the best constructions, and the best families that fit.
 
     Where the program of the best one breaks the limit by its messages, the limit is lowered by what was missing.
     """
-    found: list[Candidate] = []
+    starts: list[Candidate] = []
     for _ in range(NUM_TIGHTENED + 1):
-        found = _fitting(problem, families, asked, budget) or found
-        missing = _missing(found[0], asked) if found else np.zeros(1, np.int64)
-        if not missing.any():
+        starts = _fitting(problem, families, question, budget) or starts
+        excess_bytes = _excess_bytes(starts[0], question) if starts else np.zeros(1, np.int64)
+        if not excess_bytes.any():
             break
-        problem = replace(problem, limit=problem.limit - missing)
-    return found
+        problem = replace(problem, limit=problem.limit - excess_bytes)
+    return starts
 
 
-def last_resort(problem: Problem, asked: Asked) -> list[Candidate]:
+def last_resort(problem: Problem, question: Question) -> list[Candidate]:
     """Return the order with one microbatch at a time, if it fits, under a limit lowered by what its messages take.
 
     Constructions choose what a rank runs next, so with several stages a rank they may run into the limit and end
@@ -48,44 +48,45 @@ def last_resort(problem: Problem, asked: Asked) -> list[Candidate]:
     """
     schedule = one_at_a_time(problem.placement, problem.num_microbatches)
     program = lower(schedule)
-    sizes, _ = sizes_and_limit(program, asked.costs, Limit.read(asked.memory_limit))
-    room = np.array(peak_bytes(program, sizes)) - np.array(peak_bytes(schedule, sizes))
-    lowered = replace(problem, limit=problem.limit - room)
-    candidate = Candidate.of(lowered, sequence_of(schedule), "list", by_span=asked.by_span)
+    sizes, _ = sizes_and_limit(program, question.costs, Limit.read(question.memory_limit))
+    message_bytes = np.array(peak_bytes(program, sizes)) - np.array(peak_bytes(schedule, sizes))
+    tight_problem = replace(problem, limit=problem.limit - message_bytes)
+    candidate = Candidate.of(tight_problem, sequence_of(schedule), "list", by_span=question.by_span)
     return [candidate] if candidate.fits else []
 
 
-def _fitting(problem: Problem, families: Sequence[Candidate], asked: Asked, budget: Budget) -> list[Candidate]:
-    found = list(of_constructions(problem, by_span=asked.by_span, is_over=lambda: budget.is_over))
-    budget.spent += len(found)
-    of = partial(Candidate.of, problem, method="family", by_span=asked.by_span)
-    found += [of(each.sequence, family=each.family) for each in families]
-    return sorted((each for each in found if each.fits), key=by_objective)[:NUM_KEPT]
+def _fitting(problem: Problem, families: Sequence[Candidate], question: Question, budget: Budget) -> list[Candidate]:
+    """Return the best constructions and families that fit, the shortest first."""
+    candidates = list(of_constructions(problem, by_span=question.by_span, is_over=lambda: budget.is_over))
+    budget.spent += len(candidates)
+    candidate_of = partial(Candidate.of, problem, method="family", by_span=question.by_span)
+    candidates += [candidate_of(candidate.sequence, family=candidate.family) for candidate in families]
+    return sorted((candidate for candidate in candidates if candidate.fits), key=by_objective)[:MOST_STARTS]
 
 
-def _missing(candidate: Candidate, asked: Asked) -> Bytes:
-    """[num_ranks] by how much its program is above the limit."""
-    if asked.memory_limit is None:
+def _excess_bytes(candidate: Candidate, question: Question) -> Bytes:
+    """Return by how much each rank of a candidate's program is above the limit, [num_ranks]."""
+    if question.memory_limit is None:
         return np.zeros(1, np.int64)
     program = lower(candidate.schedule())
-    sizes, most = sizes_and_limit(program, asked.costs, Limit.read(asked.memory_limit))
-    return np.maximum(np.array(peak_bytes(program, sizes)) - most, 0)
+    sizes, most_bytes = sizes_and_limit(program, question.costs, Limit.read(question.memory_limit))
+    return np.maximum(np.array(peak_bytes(program, sizes)) - most_bytes, 0)
 
 
-def nothing_fits(questions: Sequence[tuple[Problem, Asked]]) -> ScheduleError:
+def nothing_fits(questions: Sequence[tuple[Problem, Question]]) -> ScheduleError:
     """Say what a rank holds with one microbatch at a time, the last order that a search tries."""
-    rank, amount = min((_least_of(problem, asked) for problem, asked in questions), key=lambda least: least[1])
+    rank, amount = min((_fullest_rank(*question) for question in questions), key=lambda fullest: fullest[1])
     limit = questions[0][1].memory_limit
-    held = f"{amount:,} bytes" if Limit.read(limit).in_bytes else count_of(amount, "activation")
+    amount_text = f"{amount:,} bytes" if Limit.read(limit).in_bytes else count_of(amount, "activation")
     return ScheduleError(
         f"no order was found that fits a limit of {limit}; with one microbatch at a time, which needs least, rank "
-        f"{rank} holds {held}. Raise the limit, or give more ranks or smaller stages"
+        f"{rank} holds {amount_text}. Raise the limit, or give more ranks or smaller stages"
     )
 
 
-def _least_of(problem: Problem, asked: Asked) -> tuple[int, int]:
+def _fullest_rank(problem: Problem, question: Question) -> tuple[int, int]:
     """Return the rank that holds most where one microbatch is under way, and how much that is with its messages."""
     program = lower(one_at_a_time(problem.placement, problem.num_microbatches))
-    sizes, _ = sizes_and_limit(program, asked.costs, Limit.read(asked.memory_limit))
-    held = sizes.static_of_ranks(problem.placement) + np.array(peak_bytes(program, sizes))
-    return int(held.argmax()), int(held.max())
+    sizes, _ = sizes_and_limit(program, question.costs, Limit.read(question.memory_limit))
+    bytes_of_ranks = sizes.static_of_ranks(problem.placement) + np.array(peak_bytes(program, sizes))
+    return int(bytes_of_ranks.argmax()), int(bytes_of_ranks.max())

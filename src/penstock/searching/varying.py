@@ -12,9 +12,9 @@ from penstock.searching.listing import Setting, list_schedule
 from penstock.searching.settings import WAITS
 
 MOST_CHANGES = 3
-"""Of a setting at once."""
+"""The most choices of a setting that change at once."""
 LARGEST_STEP = 2
-"""By which a number of microbatches under way changes."""
+"""The most by which a number of microbatches under way changes."""
 
 
 class Variation:
@@ -26,20 +26,20 @@ class Variation:
         self._turn = 0
 
     def step(self) -> Candidate | None:
-        """Try one change; return what it comes to if that is shorter than what was changed."""
-        place = self._turn % len(self.pool)
+        """Change the setting of one candidate; return what it comes to if that is shorter."""
+        index = self._turn % len(self.pool)
         self._turn += 1
-        start = self.pool[place]
+        start = self.pool[index]
         assert start.setting is not None
         setting = self._varied(start.setting, start)
         sequence = list_schedule(start.problem, setting)
         if sequence is None:
             return None
-        found = Candidate.of(start.problem, sequence, "list", by_span=self._by_span, setting=setting)
-        if found.objective_s > start.objective_s:
+        varied = Candidate.of(start.problem, sequence, "list", by_span=self._by_span, setting=setting)
+        if varied.objective_s > start.objective_s:
             return None
-        self.pool[place] = found
-        return found if found.objective_s < start.objective_s else None
+        self.pool[index] = varied
+        return varied if varied.objective_s < start.objective_s else None
 
     def _varied(self, setting: Setting, start: Candidate) -> Setting:
         draw, num_ranks = self._random.integers, start.problem.num_ranks
@@ -47,15 +47,15 @@ class Variation:
         inputs, depths = setting.prefers_inputs.copy(), setting.deep_first.copy()
         has_depth = len(most) > num_ranks
         for _ in range(int(draw(1, MOST_CHANGES + 1))):
-            what, rank = int(draw(3 + has_depth)), int(draw(num_ranks))
-            if what == 0:
+            choice, rank = int(draw(3 + has_depth)), int(draw(num_ranks))
+            if choice == 0:
                 stage = int(draw(len(most)))
                 step = int(draw(-LARGEST_STEP, LARGEST_STEP + 1))
                 is_free = most[stage] >= start.problem.num_microbatches
                 most[stage] = draw(1, 2 * num_ranks + 1) if is_free else max(most[stage] + step, 1)
-            elif what == 1:
+            elif choice == 1:
                 waits[rank] = self._random.choice(WAITS)
-            elif what == 2:
+            elif choice == 2:
                 inputs[rank] = not inputs[rank]
             else:
                 depths[rank] = not depths[rank]

@@ -21,7 +21,7 @@ class Phase:
     """The time until an action starts (a fill), or from when the last one of its kind ends (a drain)."""
 
     is_input: bool
-    """Whether this is an I of a stage, rather than an F."""
+    """Whether the action is an I of a stage rather than an F."""
     place: int
     """The index of the stage among the stages of its rank."""
     idle_s: float

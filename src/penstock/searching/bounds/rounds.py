@@ -41,10 +41,8 @@ def rounds_of(route: Route, costs: RankCosts, place: int) -> Rounds | None:
 
 
 def _nearest(costs: RankCosts, place: int, last_place: int) -> int:
-    """Return how many microbatches before an F the I comes, of the stage at a last place, that it has to wait for.
-
-    The activations of more microbatches do not fit.
-    """
+    """Return how many microbatches before an F the I comes, of the stage at a last place, which the F waits for."""
+    # The activations of more microbatches do not fit.
     return max((costs.most_activations(last_place) - (last_place - place)) // (place + 1), 1)
 
 

@@ -12,11 +12,9 @@ from penstock.searching.problem import Ints, Problem
 from penstock.searching.sweeps.line import line_sweeps
 from penstock.searching.sweeps.vee import vee_sweeps
 
-__all__ = ["sequences_of_sweeps"]
-
 
 def sequences_of_sweeps(problem: Problem) -> Iterator[Ints | None]:
-    """Yield the sequence of each setting, None where it finds no way within the limit; nothing for other placements."""
+    """Yield the sequence of each setting, None where it finds no way within the limit; none for other placements."""
     placement = problem.placement
     if placement == Placement.line(problem.num_ranks):
         yield from line_sweeps(problem)

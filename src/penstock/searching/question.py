@@ -20,27 +20,27 @@ from penstock.simulation.costs.layer_costs import LayerCosts
 
 PLACEMENTS = ("line", "loop", "v", "wave")
 ANY = "any"
-_WANTED = {"line": "one stage a rank", "v": "two", "loop": "as many on each rank", "wave": "an even number a rank"}
+_STAGES = {"line": "one stage a rank", "v": "two", "loop": "as many on each rank", "wave": "an even number a rank"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Question:
     """The question of a search of one placement, beside its problem and its time."""
 
     costs: Costs
-    """Those of one action of each stage of the placement."""
+    """What one action of each stage of the placement costs."""
     by_span: bool
     memory_limit: Any
     noise_shares: NDArray[np.float64] | None
     seed: int
 
 
-def require_number(key: str, given: object, *, at_least: int, is_whole: bool = True) -> None:
-    """Refuse what is no number, or a smaller one. Raises: ConfigError."""
+def require_number(key: str, value: object, *, at_least: int, is_whole: bool = True) -> None:
+    """Refuse a value that is no number, or a smaller one. Raises: ConfigError."""
     kind = Integral if is_whole else Real
-    if isinstance(given, bool) or not isinstance(given, kind) or not float(given) >= at_least:
-        what = "a whole number" if is_whole else "a number"
-        raise ConfigError(f"{described(given)}; expected {what}, {at_least} or larger", key=key)
+    if isinstance(value, bool) or not isinstance(value, kind) or not float(value) >= at_least:
+        expected = "a whole number" if is_whole else "a number"
+        raise ConfigError(f"{described(value)}; expected {expected}, {at_least} or larger", key=key)
 
 
 def problems_of(
@@ -56,20 +56,21 @@ def problems_of(
     """Return the problem of each placement that was asked for and can have such costs, and what its stages cost.
 
     Raises:
-        ConfigError, PartitionError: where there is none, for the first of them; and for a limit that is none.
+        ConfigError, PartitionError: where no placement can, for the first of them; and for a limit that is none.
     """
     require_choice("placement", placement, (*PLACEMENTS, ANY))
     refusals: list[ConfigError | PartitionError] = []
     problems: dict[Placement, tuple[Problem, Costs]] = {}
     for name in PLACEMENTS if placement == ANY else (placement,):
         try:
-            placed = place(name, ranks, _num_stages_of(costs, ranks, name, stages_per_rank, per_action=per_action))
-            own_costs = equal_work_costs(costs, every_action(placed, microbatches), per_action=per_action)
-            own = limited_problem(placed, microbatches, own_costs, memory_limit), own_costs
+            num_stages = _num_stages_of(costs, ranks, name, stages_per_rank, per_action=per_action)
+            table = every_action(place(name, ranks, num_stages), microbatches)
+            stage_costs = equal_work_costs(costs, table, per_action=per_action)
+            problem = limited_problem(table.placement, microbatches, stage_costs, memory_limit)
         except (ConfigError, PartitionError) as error:
             refusals.append(error)
         else:
-            problems.setdefault(placed, own)
+            problems.setdefault(table.placement, (problem, stage_costs))
     if not problems:
         raise refusals[0]
     return list(problems.values())
@@ -98,7 +99,7 @@ def place(name: str, ranks: int, num_stages: int) -> Placement:
     is_allowed = {"line": per_rank == 1, "v": per_rank == 2, "loop": True, "wave": not per_rank % 2}
     if rest or not per_rank or not is_allowed[name]:
         raise ConfigError(
-            f"{name} takes {_WANTED[name]}, got {num_stages} stages on {ranks} ranks; give costs for other stages, or "
+            f"{name} takes {_STAGES[name]}, got {num_stages} stages on {ranks} ranks; give costs for other stages, or "
             "another placement",
             key="placement",
         )
@@ -113,24 +114,24 @@ def limited_problem(placement: Placement, microbatches: int, costs: Costs, memor
     """Return the problem of a placement whose stages cost so much, under a limit of memory or none.
 
     Raises:
-        ConfigError: for a limit that is none, and one in bytes without costs that know them.
+        ConfigError: for a value that is no limit, and for a limit in bytes where the costs know no bytes.
     """
     limit = None if memory_limit is None else Limit.read(memory_limit)
     problem = Problem.of(placement, microbatches, costs, counts=limit is not None and not limit.in_bytes)
     if limit is None:
         return problem
     limit.require_sizes(costs.activation_bytes)
-    _, most = sizes_and_limit(every_action(placement, microbatches), costs, limit)
-    return replace(problem, limit=most)
+    _, most_bytes = sizes_and_limit(every_action(placement, microbatches), costs, limit)
+    return replace(problem, limit=most_bytes)
 
 
 def sizes_and_limit(table: Schedule | Program, costs: Costs, limit: Limit) -> tuple[StageBytes, Bytes]:
-    """Return what a limit counts, and [num_ranks] how much of it may be held beside what is always there."""
-    most = limit.of_ranks(table.num_ranks, table.parts_per_rank)
+    """Return the sizes that a limit counts, and [num_ranks] how much a rank may hold beside what is always there."""
+    most_bytes = limit.of_ranks(table.num_ranks, table.parts_per_rank)
     if not limit.in_bytes:
-        return one_each(table), most
+        return one_each(table), most_bytes
     sizes = costs.stage_bytes(table.placement, table.num_microbatches)
-    return sizes, most - sizes.static_of_ranks(table.placement)
+    return sizes, most_bytes - sizes.static_of_ranks(table.placement)
 
 
 def cheapest(problem: Problem, costs: Costs) -> Problem:
@@ -140,7 +141,7 @@ def cheapest(problem: Problem, costs: Costs) -> Problem:
     one that prepares a split backward.
     """
     seconds = problem.seconds.copy()
-    size = len(seconds) // 3
+    forwards, inputs, weights = np.split(seconds, 3)  # views
     factors = np.tile(costs.per_microbatch("microbatch_compute_factor", problem.num_microbatches), problem.num_stages)
 
     def of_actions(name: str) -> NDArray[np.float64]:
@@ -148,12 +149,11 @@ def cheapest(problem: Problem, costs: Costs) -> Problem:
         return np.asarray(np.repeat(per_stage, problem.num_microbatches) * factors + costs.launch_s)
 
     if costs.split_forward_s:
-        seconds[:size] = np.minimum(seconds[:size], of_actions("forward_s"))
+        forwards[:] = np.minimum(forwards, of_actions("forward_s"))
     if costs.backward_s:
-        whole = of_actions("backward_s")
-        inputs, weights = seconds[size : 2 * size], seconds[2 * size :]
-        inputs[:] = np.minimum(inputs, whole)
-        weights[:] = np.minimum(weights, whole - inputs)
+        whole_backwards = of_actions("backward_s")
+        inputs[:] = np.minimum(inputs, whole_backwards)
+        weights[:] = np.minimum(weights, whole_backwards - inputs)
     elif costs.launch_s:
-        seconds[2 * size :] = np.maximum(seconds[2 * size :] - costs.launch_s, 0.0)  # one launch for a whole backward
+        weights[:] = np.maximum(weights - costs.launch_s, 0.0)  # a whole backward has one launch
     return replace(problem, seconds=seconds * min(costs.overlap_factor, 1.0))

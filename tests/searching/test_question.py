@@ -5,8 +5,8 @@ import pytest
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.placement import Placement
-from penstock.searching.asked import cheapest, problems_of
 from penstock.searching.problem import NO_LIMIT
+from penstock.searching.question import cheapest, problems_of
 from penstock.simulation import Costs, LayerCosts
 from tests.searching.cases import problem_of
 
