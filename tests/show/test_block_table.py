@@ -23,7 +23,7 @@ from penstock.show.block_table import (
     whole_ticks,
 )
 from penstock.simulation import Costs
-from penstock.simulation.causes import NAME_OF_CAUSE, Cause, idle_times
+from penstock.simulation.causes import Cause, idle_times
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.message_latency import Transfers, with_true_arrivals
 from tests.show.timelines import UNIT, paired_timeline, timeline_of, timeline_with_bars
@@ -124,18 +124,6 @@ def test_gaps_are_numbered_lane_after_lane_one_more_than_blocks():
     assert (table.columns["idle_ticks"] * table.tick_s).tolist() == pytest.approx([2, 1, 1, 2])
 
 
-def test_the_costs_of_a_prediction_say_what_is_usual():
-    """Only what lies above the mean stage is imbalance."""
-    costs = replace(UNIT, forward_s=(1.0, 3.0))
-    timeline = timeline_of(2, 1, costs=costs)
-
-    def causes(*of_it):
-        return set(block_table([timeline], *of_it).columns["idle_cause"].tolist())
-
-    assert Cause.IMBALANCE in causes([costs])
-    assert Cause.IMBALANCE not in causes([Costs.uniform(forward=3.0)])
-
-
 def test_timelines_of_different_numbers_of_ranks_are_refused():
     with pytest.raises(ConfigError, match="timelines: they have 2 and 4 ranks; show timelines of one number of ranks"):
         block_table([timeline_of(4, 4), timeline_of(2, 4)])
@@ -202,10 +190,6 @@ def test_a_message_that_was_there_before_it_was_looked_for_is_not_waited_for():
     assert expected != pytest.approx(idle_times(timeline, costs_from_timeline(timeline)).by_rank)
 
 
-def test_every_cause_has_a_name():
-    assert set(NAME_OF_CAUSE) == set(Cause)
-
-
 def waits(timeline):
     """By the text of each computation: the text of what it waited for and when that was there; None for nothing."""
     producer, arrival_s = waits_of(timeline)
@@ -216,19 +200,6 @@ def waits(timeline):
         if producer[row] == NONE
         else (str(program.instruction(int(producer[row]))), float(arrival_s[row]))
         for row in rows
-    }
-
-
-def test_computations_wait_for_messages_of_other_ranks():
-    assert waits(timeline_of(2, 2, costs=Costs.uniform(transfer=0.25))) == {
-        "0F0": None,
-        "0F1": None,
-        "0B0": ("1B0", 4.5),
-        "0B1": ("1B1", 7.5),
-        "1F0": ("0F0", 1.25),
-        "1B0": None,
-        "1F1": ("0F1", 2.25),
-        "1B1": None,
     }
 
 

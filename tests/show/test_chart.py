@@ -22,29 +22,13 @@ def texts_of(svg):
 
 
 def test_a_timeline_names_its_ranks_kinds_figures_and_units():
-    texts = texts_of(timeline_chart(timeline_of(4, 8)))
+    texts = texts_of(timeline_chart(timeline_of(4, 8), more={"gap": "3 %"}))
 
-    assert {"rank 0", "rank 1", "rank 2", "rank 3"} <= set(texts)
+    assert {"rank 0", "rank 1", "rank 2", "rank 3", *map(str, range(8))} <= set(texts)
     assert {"F forward", "B backward", "bubble", "time (ms)", "(microbatches)"} <= set(texts)
     assert "1f1b, 4 ranks, 8 microbatches, predicted" in texts
     figures = next(text for text in texts if text.startswith("makespan"))
-    assert re.fullmatch(
-        r"makespan 3\d\d ms +· +span 3\d\d ms +· +bubble fraction \d\d\.\d % +· +peak 4 microbatches", figures
-    )
-
-
-def test_a_title_and_further_figures_may_be_given():
-    texts = texts_of(timeline_chart(timeline_of(2, 2), title="costs of today", more={"gap": "3 %"}))
-
-    (figures,) = [text for text in texts if text.startswith("makespan")]
-    assert figures.endswith("  ·  gap 3 %")
-    assert "costs of today" in texts
-
-
-def test_blocks_are_numbered_with_their_microbatch():
-    texts = texts_of(timeline_chart(timeline_of(2, 8)))
-
-    assert all(texts.count(str(microbatch)) >= 4 for microbatch in range(8))  # F and B on both ranks
+    assert re.fullmatch(r"makespan 3\d\d ms +· +span .* +· +bubble .* +· +peak 4 microbatches  ·  gap 3 %", figures)
 
 
 def test_the_axis_goes_on_to_the_end_of_the_last_optimizer_step():
@@ -52,13 +36,6 @@ def test_the_axis_goes_on_to_the_end_of_the_last_optimizer_step():
 
     assert {"collective", "optimizer step", "10"} <= set(texts)  # computations end after 9 s, the last step after 11.5
     assert any(text.startswith("makespan 9.00 s") for text in texts)
-
-
-def test_memory_is_drawn_in_bytes_where_these_are_known_and_only_kinds_that_are_there_are_in_the_legend():
-    texts = texts_of(timeline_chart(timeline_of(2, 4, costs=Costs.uniform(activation_bytes=(2**20,)))))
-
-    assert "(MiB)" in texts
-    assert not {"I input gradient", "W weight gradient"} & set(texts)
 
 
 def test_an_overlay_shows_both_bubbles_and_how_idle_each_rank_was():
@@ -79,8 +56,7 @@ def test_themes_differ_in_their_paper_and_an_svg_is_set_in_the_fonts_of_its_read
     assert b"font-family: 'DejaVu Sans'" not in light
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["svg", "png"])
+@pytest.mark.parametrize("format", ["svg", pytest.param("png", marks=pytest.mark.slow)])
 def test_the_same_timeline_gives_the_same_bytes(format):
     first, second = (timeline_chart(timeline_of(3, 6, "dualpipe-v", UNIT), format=format) for _ in range(2))
 
@@ -95,49 +71,22 @@ def test_the_suffix_tells_the_format(tmp_path):
     assert (tmp_path / "overlay.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "shape", "told"),
+    ("name", "shape", "told", "width"),
     [
-        ("zbv", (8, 32), "blocks are too narrow or too many for the numbers"),
-        ("1f1b", (30, 199), "rank 29"),
-        ("zbv", (64, 512), "too many blocks to draw: a column is"),
-        ("1f1b", (130, 140), "a lane is the mean of 3 ranks"),
+        ("1f1b", (2, 2), "rank 1", 700),
+        ("zbv", (8, 32), "blocks are too narrow or too many for the numbers", 1200),
+        pytest.param("1f1b", (130, 140), "a lane is the mean of 3 ranks", 1050, marks=pytest.mark.slow),
+        pytest.param("1f1b", (30, 199), "rank 29", 1200, marks=pytest.mark.slow),
+        pytest.param("zbv", (64, 512), "too many blocks to draw: a column is", 1050, marks=pytest.mark.slow),
     ],
 )
-def test_large_timelines_stay_small_files(name, shape, told):
+def test_pictures_are_small_files_as_wide_as_their_blocks_need(name, shape, told, width):
     svg = timeline_chart(timeline_of(*shape, name))
 
     assert len(svg) < MAX_SVG_BYTES
     assert any(text.startswith(told) for text in texts_of(svg))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shape", "at_least", "below"),
-    [
-        pytest.param("1f1b", (2, 2), 700, 800, id="few-blocks"),
-        pytest.param("zbv", (64, 512), 1050, 1200, id="merged-blocks"),
-        pytest.param("zbv", (8, 32), 1200, 1400, id="as-wide-as-a-screen"),
-    ],
-)
-def test_a_picture_is_as_wide_as_its_blocks_need(name, shape, at_least, below):
-    (width,) = re.findall(r'<svg[^>]*? width="([\d.]+)pt"', timeline_chart(timeline_of(*shape, name)).decode())
-
-    assert at_least <= float(width) < below
-
-
-@pytest.mark.slow
-def test_a_picture_has_no_number_where_only_some_would_fit():
-    assert not {"7", "31"} & set(texts_of(timeline_chart(timeline_of(8, 32, "zbv"))))
-
-
-def test_memory_is_counted_in_microbatches_whatever_stages_a_rank_has():
-    """As `penstock compare` counts: two stages of a rank hold half of a microbatch's activations each."""
-    timeline = timeline_of(4, 8, "zbv")
-
-    assert max(timeline.peak_activations) == 8
-    assert any(text.endswith("peak 4 microbatches") for text in texts_of(timeline_chart(timeline)))
+    assert width <= float(re.findall(r'<svg[^>]*? width="([\d.]+)pt"', svg.decode())[0]) < 1.17 * width
 
 
 FREE = Costs.uniform(forward=0, backward_input=0, backward_weight=0)

@@ -29,12 +29,6 @@ def test_bytes_are_drawn_where_they_are_known_unless_counts_are_wanted():
     assert memory_curves(timeline, in_bytes=False)[0].alive.max() == 2
 
 
-def test_the_peak_of_a_curve_is_the_peak_of_the_timeline():
-    timeline = timeline_of(4, 9)
-
-    assert [int(curve.alive.max()) for curve in memory_curves(timeline)] == timeline.peak_activations
-
-
 def test_an_overlapped_pair_is_one_step():
     (curve,) = memory_curves(paired_timeline())
 

@@ -71,15 +71,6 @@ def test_columns_are_whole_periods_and_equal_without_one():
     assert column_edges(0.0, 0.0, 4).tolist() == [0, 1]
 
 
-def test_a_steady_state_gives_equal_columns():
-    timeline = timeline_of(8, 64, costs=UNIT)
-
-    found = shares(timeline, column_edges(timeline.makespan_s, 3.0, 40))
-
-    steady = found[4, 8:26]
-    assert np.ptp(steady, axis=0) == pytest.approx(0, abs=1e-9)
-
-
 def test_pixels_are_stacked_from_the_bottom():
     share = np.array([[[0.25, 0.5], [0.0, 1.0], [0.0, 0.0]]])  # one lane, three columns, two categories
 

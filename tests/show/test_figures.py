@@ -24,8 +24,9 @@ def test_the_four_figures_have_their_units():
         (timeline_of(1, 2, costs=Costs.uniform(activation_bytes=(2**20,))), "peak", "1 microbatch (1.00 MiB)"),
         (replace(timeline_of(2, 2), clock_uncertainty_s=3e-5), "clocks", "within 30.0 µs"),
         (timeline_of(1, 7, costs=Costs.uniform(forward=0.1)), "bubble fraction", "0.0 %"),
+        (timeline_of(4, 8, "zbv"), "peak", "4 microbatches"),
     ],
-    ids=["known bytes", "several hosts", "no bubble"],
+    ids=["known bytes", "several hosts", "no bubble", "stages that hold half a microbatch each"],
 )
 def test_a_figure_says_what_is_special(timeline, name, figure):
     assert figures_of(timeline)[name] == figure

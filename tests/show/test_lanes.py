@@ -1,7 +1,5 @@
 """How much detail a picture has, and what lanes draw."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -119,13 +117,6 @@ def test_collectives_and_optimizer_steps_are_thin_bars_at_their_place(detail):
         (COLLECTIVE_COLOUR, 7.0, 9.5, 0.0, FOOT),
         (LIGHT.ink, 9.5, 11.5, 0.0, FOOT),
     ]
-
-
-def test_the_strip_of_idle_time_begins_with_the_first_computation():
-    timeline = timeline_with_bars()
-    later = replace(timeline, start_s=timeline.start_s + 3, end_s=timeline.end_s + 3)
-
-    assert strips_of(drawn(later, Detail.PLAIN))[0] == (LIGHT.bubble, 3.0, 12.0, 1.0, 2.0)
 
 
 def test_numbers_stand_in_the_middle_of_their_blocks():

@@ -19,7 +19,6 @@ def sheet_with_a_line(format):
     return sheet
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("format", "part"), [("svg", b">a title that costs $5 and $6</text>"), ("png", PNG)])
 def test_the_same_drawing_gives_the_same_bytes_in_which_text_stays_text(format, part):
     first, second = (sheet_with_a_line(format).to_bytes() for _ in range(2))

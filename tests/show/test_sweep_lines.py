@@ -30,7 +30,6 @@ def corners_of(picture, gid):
     return [[tuple(map(float, each)) for each in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)] for path in paths]
 
 
-@pytest.mark.slow
 def test_it_names_schedules_axes_and_title():
     names = {"1f1b", "<zbv>", "microbatches", "step time (ms)", "peak", "4 ranks & more", "for 16 microbatches"}
     assert names <= set(texts_of(draw()))
