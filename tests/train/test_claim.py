@@ -3,10 +3,7 @@
 import io
 import os
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from threading import Barrier
 
 import pytest
@@ -18,15 +15,7 @@ from penstock.train.folder.run_folder import RunFolder
 from penstock.train.folder.run_lock import RunLock
 from penstock.train.settings.config import config_from_table
 from tests.local_pipelines import error_of, on_ranks
-
-HOLD = """
-import sys
-from pathlib import Path
-from penstock.train.folder.run_lock import RunLock
-lock = RunLock.take(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
+from tests.train.folder.test_run_lock import holding
 
 
 def config_in(folder, **sections):
@@ -54,12 +43,8 @@ def base(tmp_path):
 def holder(base):
     """Another process that holds the folder."""
     base.mkdir()
-    command = [sys.executable, "-c", HOLD, str(base)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
+    with holding(base) as process:
+        yield process
 
 
 def checkpoint(folder, *steps):
@@ -111,11 +96,6 @@ def test_a_run_begins_where_only_a_profile_was(base):
     assert run_in(base) == ("run", f"run folder: {base} (holds no run yet)")
 
 
-def test_the_number_behind_the_last_finished_run_is_taken(base):
-    for name in ("run", "run-2", "run-3"):
-        assert run_in(base)[0] == name
-
-
 def unfinished(base, *steps):
     run_in(base, is_finished=False)
     checkpoint(base, *steps)
@@ -165,13 +145,8 @@ def test_the_highest_number_decides(base):
     base.with_name("run-10").mkdir()
 
     assert run_in(base)[0] == "run-10"
+    shutil.rmtree(base)
     assert run_in(base)[0] == "run-11"
-
-
-def test_a_higher_number_decides_where_the_folder_itself_is_missing(base):
-    run_in(base.with_name("run-2"))
-
-    assert run_in(base)[0] == "run-3"
     assert not base.exists()
 
 
@@ -188,7 +163,7 @@ def test_an_unfinished_run_continues_from_its_newest_checkpoint(base):
     run_in(base, is_finished=False)
     checkpoint(base, 9, 50, 100)
 
-    for other in ({}, {"pipeline": {"ranks": 1}}, {"metrics": {"every": 3}}, {"run": {"steps": 100}}):
+    for other in ({}, {"pipeline": {"ranks": 1}}, {"data": {"prefetch": 5}}, {"run": {"steps": 100}}):
         note = f"run folder: {base} (its run has the same settings and continues after step 100)"
         assert run_in(base, is_finished=False, **other) == ("run", note)
 
@@ -234,12 +209,11 @@ def test_what_torchrun_restarts_stays_in_the_folder_that_was_forced(base):
     assert run_in(base, start=Start.RESTART) == ("run", f"run folder: {base} (restarted)")
 
 
-@pytest.mark.parametrize("start", [Start.BY_RULE, Start.RESUME])
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("start", "damage", "told"),
     [
-        (lambda step: (step / "model.pt").write_bytes(b"\x80\x04"), "step-6: holds a pickle (model.pt)"),
-        (lambda step: (step / MANIFEST).unlink(), "none of 2 checkpoints is as it was written"),
+        (Start.BY_RULE, lambda step: (step / "model.pt").write_bytes(b"\x80\x04"), "step-6: holds a pickle (model.pt)"),
+        (Start.RESUME, lambda step: (step / MANIFEST).unlink(), "none of 2 checkpoints is as it was written"),
     ],
 )
 def test_checkpoints_that_cannot_be_read_are_refused_before_anything_changes(base, start, damage, told):
@@ -255,25 +229,12 @@ def test_checkpoints_that_cannot_be_read_are_refused_before_anything_changes(bas
     assert contents(base) == before
 
 
-def test_a_run_that_differs_in_what_changes_no_bit_continues(base):
-    run_in(base, is_finished=False)
-
-    assert run_in(base, data={"prefetch": 5})[0] == "run"
-
-
 @pytest.mark.parametrize("start", [Start.BY_RULE, Start.FORCE])
 def test_a_folder_that_a_process_holds_is_refused_and_named(base, holder, start):
     with pytest.raises(ConfigError, match=rf"run is in use by process {holder.pid}\. Wait until .* --fresh"):
         run_in(base, start=start)
 
     assert os.listdir(base) == [".lock"]
-
-
-def test_a_killed_process_holds_no_folder(base, holder):
-    holder.kill()
-    holder.wait()
-
-    assert run_in(base)[0] == "run"
 
 
 def test_fresh_takes_the_next_number_always(base, holder):
@@ -293,27 +254,10 @@ def test_force_begins_in_the_folder_itself_and_leaves_the_others(base):
     assert (base.with_name("run-2") / "weights.safetensors").read_bytes() == b"run-2"
 
 
-def test_force_refuses_a_folder_with_other_files_and_removes_nothing(base):
-    run_in(base)
-    (base / "thesis.tex").touch()
-    before = contents(base)
-
-    with pytest.raises(ConfigError, match=r"--force: .*run holds what no run wrote \(thesis\.tex\)\. Move it away"):
-        run_in(base, start=Start.FORCE)
-
-    assert contents(base) == before
-
-
-def test_two_that_begin_fresh_at_once_get_two_folders(base):
-    base.mkdir()
-    with ExitStack() as stack:
-        claims = [stack.enter_context(claimed(config_in(base), Start.FRESH)) for _ in range(3)]
-
-        assert [os.path.basename(config.run.folder) for config, _ in claims] == ["run-2", "run-3", "run-4"]
-
-
-@pytest.mark.parametrize("start", [Start.BY_RULE, Start.FRESH, Start.FORCE])
-@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.mark.parametrize(
+    ("start", "is_finished"),
+    [(Start.BY_RULE, False), (Start.BY_RULE, True), (Start.FRESH, True), (Start.FORCE, False), (Start.FORCE, True)],
+)
 def test_runs_that_start_at_the_same_moment_never_share_a_folder(base, start, is_finished):
     run_in(base, is_finished=is_finished)
     together, all_claimed = Barrier(8), Barrier(8)

@@ -3,45 +3,43 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.train.folder.run_lock import RunLock, holder_of
+from tests.forks import forks
 
-HOLD = """
-import sys
-from pathlib import Path
-from penstock.train.folder.run_lock import RunLock
-lock = RunLock.{how}(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
+
+def hold_until_killed(folder, how, connection):
+    lock = getattr(RunLock, how)(folder)
+    connection.send(lock is not None)
+    connection.recv()
+
+
+@contextmanager
+def holding(folder, how="take"):
+    """Give a process that holds the folder until it is killed, and has no open file of this one."""
+    context = forks()
+    local_end, remote_end = context.Pipe()
+    process = context.Process(target=hold_until_killed, args=(folder, how, remote_end), daemon=True)
+    process.start()
+    assert local_end.recv()
+    yield process
+    end(process)
 
 
 @pytest.fixture
 def hold(tmp_path):
-    """Start processes that hold the folder until they are killed."""
-    started = []
-
-    def start(how="take"):
-        command = [sys.executable, "-c", HOLD.format(how=how), str(tmp_path)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout.readline() == "held\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    """Start processes that hold the folder."""
+    with ExitStack() as stack:
+        yield lambda how="take": stack.enter_context(holding(tmp_path, how))
 
 
 def end(process):
     process.kill()
-    process.wait()
+    process.join()
 
 
 def test_one_process_holds_a_folder_and_is_named(tmp_path, hold):

@@ -1,7 +1,5 @@
 """Packages that a run asks for are looked up before it begins."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +12,7 @@ from penstock.train.settings.optional_packages import (
     describe_missing_pictures,
     require_packages,
 )
+from tests.tiny_run import PENSTOCK, fork, settings
 
 # The settings that ask for each package.
 ASKED = {
@@ -23,19 +22,6 @@ ASKED = {
     "transformers": {"model": {"transformers": "llama"}},
     "datasets": {"data": {"corpus": "datasets", "files": ["saved"]}},
 }
-
-BLOCKED = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {packages}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Blocker())
-from penstock.cli.entry import main
-sys.exit(main({arguments}))
-"""
 
 
 def config_of(**sections):
@@ -80,27 +66,20 @@ def test_a_missing_picture_is_told_where_a_step_is_recorded(blocked):
     assert describe_missing_pictures(config_of(run={"folder": "run", "record_step": 0})) == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}]
 )
 def test_the_command_ends_before_a_process_starts_or_the_text_is_read(tmp_path, environment):
     (tmp_path / "run.toml").write_text('[run]\nfolder = "run"\n[data]\nfiles = ["no such file"]\n')
-    ranks = 1 if environment else 2
-    arguments = ["train", "run.toml", "--set=metrics.tensorboard=true", f"--set=pipeline.ranks={ranks}"]
-    script = BLOCKED.format(packages={"tensorboard"}, arguments=arguments)
+    (tmp_path / "tmp").mkdir()
+    words = ["train", "run.toml", *settings("metrics.tensorboard=true", f"pipeline.ranks={1 if environment else 2}")]
+    missing = "import sys; sys.modules['torch.utils.tensorboard'] = None"
 
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    process = fork([*PENSTOCK, *words], tmp_path, plant=missing, **environment)
+    printed, complained = process.communicate(timeout=60)
 
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+    assert process.returncode == 1
+    [line] = complained.splitlines()
     assert line.startswith("penstock: metrics.tensorboard: needs the tensorboard package (")
-    assert "starting 2 ranks" not in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.toml"]
+    assert "starting 2 ranks" not in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.toml", "tmp"]
