@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from penstock.cli.entry import main
-
 
 @pytest.fixture
 def argcomplete():
@@ -32,14 +30,13 @@ def test_the_lines_of_a_shell_name_the_command(argcomplete, printed, shell):
     assert "penstock" in printed("completion", shell)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("penstock sh", {"show"}),
-        ("penstock show --th", {"--theme"}),
-        ("penstock show --theme da", {"dark"}),
         ("penstock compare 1f", {"1f1b", "1f1b-v"}),
+        pytest.param("penstock sh", {"show"}, marks=pytest.mark.slow),
+        pytest.param("penstock show --th", {"--theme"}, marks=pytest.mark.slow),
+        pytest.param("penstock show --theme da", {"dark"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_shell_is_offered_commands_options_values_and_families(argcomplete, line, offered):
@@ -51,7 +48,3 @@ def test_without_argcomplete_the_message_says_what_to_install(refused, monkeypat
 
     complaint = refused("completion", "bash")
     assert complaint == "penstock: completion needs argcomplete. Install it: pip install argcomplete\n"
-
-
-def test_an_unknown_shell_is_wrong_usage(capsys):
-    assert main(["completion", "tcsh"]) == 2

@@ -49,17 +49,8 @@ def test_communication_is_kept_where_it_can_be(name):
     assert converted(PROGRAM.to_csv(), name, name="1f1b") == write_table(PROGRAM, name)
     assert converted(PROGRAM.to_json(), name) == write_table(PROGRAM, name)
     assert converted(SCHEDULE.to_csv(), name) != write_table(PROGRAM, name)
-
-
-@pytest.mark.parametrize("name", ["grid", "deepspeed", "deepspeed-old"])
-def test_other_formats_take_the_actions_of_a_program(name):
-    assert converted(PROGRAM.to_csv(), name) == write_table(SCHEDULE, name)
-
-
-def test_a_program_stays_as_it_is_where_communication_is_asked_for():
-    assert converted(PROGRAM.to_csv(), "csv", True) == PROGRAM.to_csv()
-    assert "12 actions, 26 instructions" in convert(SCHEDULE, "csv", file="", is_lowered=True)[1]
-    assert "12 actions; peak" in convert(PROGRAM.actions(), "csv", file="")[1]
+    assert converted(PROGRAM.to_csv(), name, True, name="1f1b") == write_table(PROGRAM, name)
+    assert converted(PROGRAM.to_csv(), "grid") == write_table(SCHEDULE, "grid")
 
 
 def test_the_name_of_the_source_becomes_that_of_the_schedule_where_it_has_none():

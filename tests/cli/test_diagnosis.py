@@ -119,15 +119,8 @@ def test_changes_that_save_less_than_two_percent_or_are_paid_with_memory_are_apa
         assert "chimera" not in line
 
 
-def test_the_last_line_says_what_to_do():
-    last = to_text(diagnosis_of(forward_s=(1.0, 1.0, 1.0, 2.0))).split("\n")[-1]
-
-    assert last.startswith("do next: penstock train RUN.toml --set")
-    assert "less step time" in last
-
-
 def test_the_largest_cause_is_the_first_row_of_the_table_of_causes():
-    for step in ({}, {"late_s": 6.0}, {"late_s": 60.0}, {"forward_s": (1.0, 1.0, 1.0, 2.0)}, {"latency_s": 0.5}):
+    for step in ({"late_s": 60.0}, {"forward_s": (1.0, 1.0, 1.0, 2.0)}):
         text = to_text(diagnosis_of(**step))
         first = sections(text)[CAUSES][2]
 
@@ -168,15 +161,6 @@ def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
     assert re.search(r"-\d+\.\d %\s+\+0.0 %  all weight gradients wait for W", helping)
     assumed = "\n".join(found["what is assumed of them"])
     assert "half of what an I and a W take is taken to be weight gradients" in assumed
-
-
-def test_where_nothing_helps_that_is_said():
-    schedule = build("1f1b", ranks=1, microbatches=8)
-
-    text = to_text(diagnosis_of(Setting(batch_size=8), schedule=schedule))
-
-    assert "what would help" not in text
-    assert "penstock train" not in text
 
 
 def test_uncertain_clocks_are_told():

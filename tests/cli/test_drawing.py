@@ -24,8 +24,7 @@ def test_a_drawing_that_fits_is_one_block(screen):
     assert on_screen(DRAWING, screen) == DRAWING
 
 
-@pytest.mark.parametrize("width", [40, 80])
-@pytest.mark.parametrize("ranks", [4, 12])
+@pytest.mark.parametrize(("width", "ranks"), [(40, 4), (80, 12)])
 def test_a_wide_drawing_is_cut_by_time_and_reads_back(width, ranks):
     schedule = build("1f1b", ranks=ranks, microbatches=8)
 

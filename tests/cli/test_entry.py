@@ -75,12 +75,12 @@ def test_the_commands_are_frozen():
     assert [command.__name__.rpartition(".")[2] for command in entry.COMMANDS] == list(FLAGS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["show", "--help"], ["compare", "--help"], ["train", "--help"], ["doctor", "--help"]]
-)
-def test_help_loads_nothing_heavy(arguments):
-    program = f"import sys; from penstock.cli import main; main({arguments}); print(*sys.modules, file=sys.stderr)"
+def test_help_loads_nothing_heavy():
+    commands = [["--help"], ["show", "--help"], ["compare", "--help"], ["train", "--help"], ["doctor", "--help"]]
+    program = (
+        f"import sys; from penstock.cli import main; [main(words) for words in {commands}]; "
+        "print(*sys.modules, file=sys.stderr)"
+    )
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
@@ -126,7 +126,6 @@ def test_a_bug_shows_its_traceback_and_how_to_report_it(run_command, capsys):
         (["show", "1f1b", "--ranks", "4", "--ranks", "2"], "penstock show: --ranks is given twice; keep one"),
         (["show", "1f1b", "gpipe"], "penstock show: unexpected argument 'gpipe'"),
         (["show", "1f1b", "--ranks"], "penstock show: argument --ranks: expected one argument"),
-        (["check"], "penstock check: the following arguments are required: FILE"),
         (["doctor"], "penstock doctor: give either RUN_DIR or --system"),
     ],
 )
@@ -141,12 +140,8 @@ def test_wrong_usage_is_two_lines_and_status_2(arguments, told, refused):
     ("words", "told"),
     [
         ("show 1f1b --option warmup=eager", "--option is called --set now"),
-        ("compare 1f1b --option=warmup=eager --ranks 2", "--option is called --set now"),
         ("show --from mine.py:f", "--from is called --function now"),
-        ("compare --from mine.py:f", "--from is called --function now"),
         ("doctor run --format json", "--format is called --to now"),
-        ("schedules --format markdown", "--format is called --to now"),
-        ("convert a b --format csv", "--format is called --to now"),
         (
             "compare 1f1b --per-rank",
             "--per-rank is gone: costs are per rank by default; --per-action makes them per action",

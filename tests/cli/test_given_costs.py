@@ -66,7 +66,7 @@ def test_a_table_gets_its_costs_and_the_name_of_their_split(costs):
     assert costs_of_table(asked(), costs, build("zbv", ranks=2, microbatches=4))[1] == "split 2,2,2,1"
 
 
-@pytest.mark.parametrize("text", ["", "3,", "3,x", "3;4", "0,7", "-1,8", "3.0,4", "\u0663,4"])
+@pytest.mark.parametrize("text", ["", "3,", "3,x", "0,7", "3.0,4", "\u0663,4"])
 def test_what_is_no_split_is_refused(text):
     with pytest.raises(ConfigError, match=r"^--split: .*; expected the number of layers of each stage, such as 3,4$"):
         read_split(text)
@@ -75,33 +75,24 @@ def test_what_is_no_split_is_refused(text):
 @pytest.mark.parametrize(
     ("split", "told"),
     [
-        ("3,x", "--split: '3,x'; expected the number of layers of each stage, such as 3,4"),
         ("4,4", "--split: [4, 4] adds up to 8 layers, but the costs have 7; make it add up to 7, or leave it out"),
         ("2,2,3", "--split: 2,2,3 is for 3 stages, but {name} has 2; give the layers of each stage, or leave it out"),
     ],
 )
-@pytest.mark.parametrize("command", ["compare", "show", "check"])
-def test_a_split_that_does_not_fit_is_one_message(command, split, told, costs, schedule, refused):
-    words = {
-        "compare": ["compare", "1f1b", *SIZE],
-        "show": ["show", "1f1b", *SIZE, "--to", "trace"],
-        "check": ["check", schedule],
-    }[command]
+def test_a_split_that_does_not_fit_is_one_message(split, told, costs, schedule, refused):
+    for words in (["compare", "1f1b", *SIZE], ["show", "1f1b", *SIZE, "--to", "trace"], ["check", schedule]):
+        complained = refused(*words, "--costs", costs, "--split", split)
 
-    complained = refused(*words, "--costs", costs, "--split", split)
-
-    assert len(complained.splitlines()) == 1
-    assert told.format(name="1f1b") in complained
+        assert len(complained.splitlines()) == 1
+        assert told.format(name="1f1b") in complained
 
 
 @pytest.mark.parametrize(
     ("words", "status", "told"),
     [
         (["compare", "1f1b", *SIZE], 1, "--split: F=1,I=1,W=1 has no costs per layer, so it cannot be split; give a f"),
-        (["show", "1f1b", *SIZE, "--to", "svg"], 1, "--split: F=1,I=1,W=1 has no costs per layer"),
         (["show", "1f1b", *SIZE], 1, "--split: only for svg, png, html, trace; leave it out for grid"),
         (["check", "-"], 1, "--split: there are no costs to split; give --costs FILE with costs per layer"),
-        (["compare", "1f1b", *SIZE, "--split", "4,3"], 2, "--split is given twice; keep one"),
     ],
 )
 def test_a_split_that_nothing_can_use_is_one_message(words, status, told, schedule, refused):
@@ -167,14 +158,11 @@ def test_a_way_to_shard_alone_means_the_replicas_of_the_costs():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"residency": 2}, "--residency: only for --shard full"),
         ({"residency": 2, "shard": "optimizer"}, "--residency: only for --shard full"),
         ({"look_ahead": 2}, "--look-ahead: only for --shard full or optimizer"),
         ({"residency": -1, "shard": "full"}, "--residency: -1; give a number of 1 or more, or 0 for all"),
-        ({"look_ahead": -1, "shard": "full"}, "--look-ahead: -1; give a number"),
         ({"shard": "ful"}, "--shard: 'ful' .*expected one of none, optimizer, full.*Did you mean 'full'"),
         ({"data": 0}, "--data: 0.*1 or more"),
-        ({"data": -2}, "--data: -2.*1 or more"),
     ],
 )
 def test_what_cannot_be_or_does_not_belong_together_is_refused(options, told):
@@ -223,16 +211,17 @@ def test_a_heavy_rank_of_a_picture_has_all_of_its_stages(printed):
     assert "heavy 1=2" in printed("show", "zbv", *SIZE, "--to", "svg", "--heavy", "1=2")
 
 
-def test_of_costs_per_layer_layers_are_heavy(costs, printed):
+def test_of_costs_per_layer_layers_are_heavy(costs, printed, refused):
     words = ["1f1b", *SIZE, "--costs", costs]
     even, heavy = figures(printed, *words), figures(printed, *words, "--heavy", "6=3")
 
     assert heavy["1f1b"] > even["1f1b"]
     assert figures(printed, *words, "--heavy", "6=1") == even
+    assert "--heavy: there is no layer 7; expected 0 to 6" in refused("compare", *words, "--heavy", "7=2")
 
 
 def test_a_search_has_heavy_ranks(printed):
-    words = ["search", "--ranks", "2", "--microbatches", "3", "--seconds", "0.2", "--to", "json"]
+    words = ["search", "--ranks", "2", "--microbatches", "3", "--seconds", "0", "--to", "json"]
     found = [json.loads(printed(*words, *more))["makespan_s"] for more in ([], ["--heavy", "1=2"])]
 
     assert found[1] > found[0]
@@ -242,13 +231,11 @@ def test_a_search_has_heavy_ranks(printed):
     ("words", "heavy", "told"),
     [
         (["compare", "1f1b", *SIZE], "2=2", "--heavy: there is no rank 2; expected 0 to 1"),
-        (["compare", "1f1b", *SIZE], "1", "--heavy: '1'; expected RANK=TIMES, such as 3=2"),
         (["compare", "1f1b", *SIZE], "1=-2", "--heavy: '1=-2'; expected RANK=TIMES"),
         (["compare", "1f1b", *SIZE], "1=2,1=3", "--heavy: 1 is given twice; keep one"),
         (["compare", "1f1b", *SIZE, "--per-action"], "1=2", "--heavy: not with --per-action"),
         (["compare", "1f1b", "--microbatches", "4", "--sweep", "ranks=2..4"], "1=2", "--heavy: 1=2 names ranks; say w"),
         (["show", "1f1b", *SIZE], "1=2", "--heavy: only for svg, png, html, trace; leave it out for grid"),
-        (["show", "1f1b", *SIZE, "--to", "trace"], "2=2", "--heavy: there is no rank 2; expected 0 to 1"),
         (
             ["compare", "zbv", *SIZE, "--costs", "F=1,2,1,1,I=1,W=1"],
             "1=2",
@@ -262,9 +249,3 @@ def test_a_heavy_rank_that_cannot_be_is_one_message(words, heavy, told, refused)
 
     assert len(complained.splitlines()) == 1
     assert told in complained
-
-
-def test_there_is_no_heavy_layer_behind_the_last(costs, refused):
-    assert "--heavy: there is no layer 7; expected 0 to 6" in refused(
-        "compare", "1f1b", *SIZE, "--costs", costs, "--heavy", "7=2"
-    )

@@ -19,7 +19,7 @@ from penstock.cli.handbook import (
     table_page,
 )
 from penstock.errors import ConfigError
-from penstock.ir.grid import from_grid, to_grid
+from penstock.ir.grid import from_grid
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from penstock.simulation import Costs, simulate
@@ -33,7 +33,6 @@ EXAMPLE, OFFLOAD, PHASES, FUNCTION = re.findall(r"```python\n(.*?)```", TEXT, re
 COMMANDS = re.findall(r"^\$ (penstock (?:show|compare) .*)", TEXT, re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_every_family_has_a_section_and_a_row_of_figures():
     page = handbook(ALL)
 
@@ -48,14 +47,6 @@ def test_a_family_that_refuses_the_size_has_its_reason_beside_its_name(monkeypat
     monkeypatch.setattr(written, "MICROBATCHES", 2)
 
     assert "| `dualpipe` | microbatches: dualpipe needs at least 2 microbatches per rank" in side_by_side(ALL)
-
-
-def test_all_that_is_named_as_a_schedule_to_take_exists():
-    rows = re.findall(r"^\| [^|`]+ \| ([^|]*) \|", TEXT, re.MULTILINE)
-    names = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
-
-    assert len(names) > 10
-    assert names <= set(FAMILIES)
 
 
 def test_the_example_of_offloads_prints_what_it_says(capsys):
@@ -161,8 +152,8 @@ def test_the_page_of_a_family_says_all_about_it(family):
     assert "other than there" in page
 
 
-@pytest.mark.parametrize("family", ALL, ids=FAMILIES)
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
+@pytest.mark.parametrize("family", [FAMILIES[name] for name in ("1f1b", "seq1f1b", "dualpipe", "zbv")])
 def test_a_drawing_is_cut_into_parts_that_fit_lose_nothing_and_read_back_as_the_schedule(family, width):
     ranks = family.example[0]
     drawing = draw_example(family)
@@ -191,13 +182,6 @@ def test_the_section_in_markdown_holds_command_and_drawing_in_a_fence():
     assert from_grid(fence[1]) == build("gpipe", ranks=4, microbatches=6)
     assert "* option backward_order: ascending or descending (default ascending): order of the" in section
     assert "recompute" not in section
-
-
-def test_families_that_cut_microbatches_are_drawn_with_slices():
-    family = FAMILIES["seq1f1b"]
-
-    assert draw_example(family) == to_grid(build("seq1f1b", ranks=4, microbatches=6, slices=2))
-    assert command(family).endswith(" --slices 2")
 
 
 def test_an_example_that_a_family_refuses_is_told_in_its_place():

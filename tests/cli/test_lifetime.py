@@ -40,8 +40,9 @@ def exit_code(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_rank_that_waits_in_c_code_ends_without_a_trace(number):
     rank = start(BLOCKED)
     rank.stdout.readline()

@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 from penstock.cli.pictures import TABLE, Output, refuse_useless, wanted_format
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.show import CHARTS, SUFFIXES
 
 
@@ -23,7 +23,6 @@ def asked(format=None, output=None, **others):
         (asked(None, "a.svg"), "svg"),
         (asked(None, "folder/A.HTML"), "html"),
         (asked("trace", "a.json"), "trace"),
-        (asked("svg", "a.svg"), "svg"),
     ],
 )
 def test_the_format_is_the_one_that_is_given_or_that_of_the_suffix(arguments, expected):
@@ -36,7 +35,6 @@ def test_the_format_is_the_one_that_is_given_or_that_of_the_suffix(arguments, ex
         (asked(None, "a.jpg"), r"--output: a\.jpg has none of the suffixes \.svg, \.png"),
         (asked(None, "a"), "give --to"),
         (asked("png", "a.svg"), r"the suffix of a\.svg means svg, but --to is png"),
-        (asked("csv", "a.png"), r"the suffix of a\.png means png, but --to is csv"),
     ],
 )
 def test_names_that_tell_no_format_or_another_one_are_refused(arguments, told):
@@ -76,17 +74,6 @@ def test_a_file_is_written_and_replaced_on_request_only(tmp_path):
     Output.of(asked_for, SUFFIXES, "grid", {}).write(b"second")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert (tmp_path / "a.png").read_bytes() == b"second"
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(PenstockError, match=r"missing/a\.svg: cannot be written: No such file"):
-        Output("svg", tmp_path / "missing" / "a.svg").write(b"")
-
-
-def test_standard_output_gets_the_bytes(capsysbinary):
-    Output("png").write(b"\x89PNG\xff")
-
-    assert capsysbinary.readouterr().out == b"\x89PNG\xff"
 
 
 def test_a_terminal_gets_no_binary(monkeypatch, tmp_path):

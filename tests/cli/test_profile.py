@@ -36,7 +36,6 @@ def test_ranks_are_told_the_same_command(run_file, monkeypatch):
     assert rest == {"num_ranks": 2, "port": 0, "may_stop": False}
 
 
-@pytest.mark.slow
 def test_one_rank_is_profiled_in_this_process(run_file, printed):
     text = printed("profile", run_file, "--steps", "1")
     assert text.startswith("1f1b, 1 recorded step, split 5\n")

@@ -46,14 +46,6 @@ def test_the_command_takes_what_the_search_takes():
     assert get_args(Objective) == command.OBJECTIVES
 
 
-def test_json_has_all_figures(printed):
-    costs = ["--costs", "F=1,I=1.2,W=0.8,transfer=0.1"]
-    found = json.loads(printed("search", *SIZE, *costs, "--to", "json", "--seconds", "1"))
-    assert set(found) == FIGURES
-    assert found["makespan_s"] == pytest.approx(27.3)
-    assert sum(found["bound"]["terms"].values()) == pytest.approx(found["lower_bound_s"])
-
-
 def test_noise_is_told_beside_that_of_the_best_family(printed):
     options = ["--costs", "F=1,I=1.2,W=0.8,transfer=0.1", "--seconds", "0", "--noise", "0.05"]
 
@@ -65,7 +57,7 @@ def test_noise_is_told_beside_that_of_the_best_family(printed):
     assert found["noise"]["mean_s"] >= found["makespan_s"]
 
 
-@pytest.mark.parametrize("sweep", [[], LIMITS])
+@pytest.mark.parametrize("sweep", [[], pytest.param(LIMITS, marks=pytest.mark.slow)])
 def test_without_the_exact_solver_it_says_what_is_lost_and_how_to_install_it(sweep, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ortools", None)
     options = ["--costs", "F=1,I=2.3,W=0.8,transfer=0.4", *(sweep or ["--memory-limit", "3 microbatches"])]
@@ -81,17 +73,9 @@ def test_the_schedule_is_written_for_other_commands(tmp_path, refused):
     file = str(tmp_path / "mine.csv")
     limit = ["--memory-limit", "2 microbatches"]
 
-    assert main(["search", *SIZE, "--placement", "v", *limit, "--seconds", "0.5", "--schedule", file]) == 0
+    assert main(["search", *SIZE, "--placement", "v", *limit, "--seconds", "0", "--schedule", file]) == 0
     assert main(["check", file, *limit]) == 0
     assert "exists; give another name, or --force to replace it" in refused("search", *SIZE, "--schedule", file)
-
-
-def test_all_that_a_rank_does_is_shared_by_its_stages_unless_costs_are_of_an_action(printed):
-    def makespan(*more):
-        text = printed("search", *SIZE, "--placement", "v", "--to", "json", "--seconds", "0", *more)
-        return json.loads(text)["makespan_s"]
-
-    assert makespan("--per-action") == pytest.approx(2 * makespan())
 
 
 def test_costs_of_all_that_a_rank_does_are_shared_by_as_many_stages_as_other_costs_have_entries_for(tmp_path, printed):
@@ -100,6 +84,7 @@ def test_costs_of_all_that_a_rank_does_are_shared_by_as_many_stages_as_other_cos
 
     text = printed(*SMALL, "--placement", "loop", "--costs", str(file))
     assert "work 48 s" in text  # 4 F of 1 s and, shared by 4 stages, 4 s of I and W
+    assert "work 144 s" in printed(*SMALL, "--placement", "loop", "--costs", str(file), "--per-action")
 
 
 def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, printed, refused):
@@ -122,15 +107,9 @@ def test_costs_per_layer_are_added_up_for_the_stages(tmp_path, printed, refused)
 @pytest.mark.parametrize(
     ("sweep", "name", "holds"),
     [
-        ([], "found.txt", b"lower bound"),
         ([], "found.json", b'"lower_bound_s": 13.0'),
         ([], "found.svg", b"lower bound 13.0 s"),
-        ([], "found.png", b"\x89PNG"),
-        ([], "found.html", b"<dt>lower bound</dt><dd>13.0 s</dd>"),
         (LIMITS, "front.txt", b"4 microbatches"),
-        (LIMITS, "front.json", b'"memory_limit": "4 microbatches"'),
-        (LIMITS, "front.svg", b"4 microbatches: gap 0"),
-        (LIMITS, "front.png", b"\x89PNG"),
         (LIMITS, "front.html", b"<td>4 microbatches: gap 0</td>"),
     ],
 )
@@ -157,18 +136,6 @@ def test_the_picture_has_the_limit_the_costs_and_the_theme(printed):
 # ---- a sweep
 
 
-def test_a_sweep_is_a_row_per_limit(printed):
-    table = printed(*SMALL, "--sweep", "memory_limit=2,1 microbatches")
-    rows = [re.split("  +", line) for line in table.splitlines()[2:4]]
-    assert [row[0] for row in rows] == ["2 microbatches", "1 microbatches"]
-    assert rows[0][1] == "13"
-    assert float(rows[1][1]) > 13
-
-    rows = json.loads(printed(*SMALL, *LIMITS, "--to", "json"))
-    assert [row["memory_limit"] for row in rows] == ["1 microbatches", "2 microbatches", "4 microbatches"]
-    assert set(rows[0]) == FIGURES | {"memory_limit"}
-
-
 def test_a_limit_that_nothing_fits_is_a_row_that_says_why(tmp_path, printed, capsys):
     (tmp_path / "costs.toml").write_text(BYTES)
     sweep = [*SMALL, "--costs", str(tmp_path / "costs.toml"), "--sweep", "memory_limit=2GiB..4GiB"]
@@ -178,6 +145,7 @@ def test_a_limit_that_nothing_fits_is_a_row_that_says_why(tmp_path, printed, cap
     assert "\nnothing fits:\n  2 GiB: no order was found that fits a limit of 2 GiB; with one microbatch" in table
 
     too_small, found = json.loads(printed(*sweep, "--to", "json"))
+    assert set(found) == FIGURES | {"memory_limit"}
     assert too_small["error"].startswith("no order was found that fits a limit of 2 GiB")
     assert (too_small["makespan_s"], "error" in found, max(found["peak_bytes"])) == (None, False, 4 * 2**30)
 
@@ -187,7 +155,7 @@ def test_a_limit_that_nothing_fits_is_a_row_that_says_why(tmp_path, printed, cap
     assert printed.err.startswith("penstock: not in the picture: 2 GiB: no order was found")
 
 
-@pytest.mark.parametrize("format", ["table", "json", "svg"])
+@pytest.mark.parametrize("format", ["table", "json"])
 def test_where_nothing_fits_at_all_the_status_is_1_and_all_reasons_are_said(tmp_path, capsys, format):
     (tmp_path / "costs.toml").write_text(BYTES)
     sweep = ["--costs", str(tmp_path / "costs.toml"), "--sweep", "memory_limit=1GiB..2GiB", "--to", format]
@@ -272,18 +240,12 @@ def test_ctrl_c_before_anything_is_found_writes_nothing(monkeypatch, capsys, mor
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["search", "--ranks", "4"], 2, "--microbatches"),
         (["search", *SIZE, "--placement", "vee"], 2, "vee"),
         (["search", *SIZE, "--memory-limit", "9"], 1, "have no activation_bytes"),
-        (["search", *SIZE, "--memory-limit", "0 microbatches"], 1, "memory-limit"),
         (["search", *SIZE, "--placement", "line", "--stages-per-rank", "2"], 1, "line takes one stage a rank"),
-        (["search", "--ranks", "0", "--microbatches", "8"], 1, "ranks: 0"),
-        (["search", *SIZE, "--seconds", "-1"], 1, "seconds: -1.0"),
         (["search", *SIZE, "--costs", "F=1,B=2"], 1, "is missing"),
         ([*SMALL, "--sweep", "memory_limit=1..2microbatches", "--costs", "F=1,B=2"], 1, "is missing"),
         ([*SMALL, "--noise", "2"], 1, "noise: "),
-        ([*SMALL, "--noise", "some"], 1, "noise: "),
-        ([*SMALL, "--noise", "measured"], 1, "noise: "),
     ],
 )
 def test_bad_input_is_one_message(arguments, status, words, refused):
@@ -293,19 +255,13 @@ def test_bad_input_is_one_message(arguments, status, words, refused):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-o", "a.jpg"], "--output: a.jpg has none of the suffixes .txt, .json, .svg"),
         (["-o", "a.svg", "--to", "png"], "the suffix of a.svg means svg, but --to is png"),
         (["--theme", "dark"], "--theme: only for svg, png, html; leave it out for table"),
-        (["--schedule", "a.svg"], "--schedule: a.svg has none of the suffixes .csv, .json"),
         (["--schedule", "a.megatron"], "--schedule: a.megatron has none of the suffixes .csv, .json, .txt, .grid"),
         (["--schedule", "a.json", "-o", "./a.json"], "--schedule: a.json is --output too; give each its own file"),
         (["--schedule", "a.csv", *LIMITS], "--schedule: a sweep finds an order for each limit; search within one"),
         (["--memory-limit", "4GiB", *LIMITS], "memory_limit is swept and given as --memory-limit too; leave one out"),
-        (["--sweep", "microbatches=4,8"], "--sweep: 'microbatches' cannot be swept; known: memory_limit."),
-        (["--sweep", "memory_limit"], "is not of the form KEY=VALUES, such as memory_limit=8GiB..64GiB"),
-        (["--sweep", "memory_limit=8GiB.."], "expected whole numbers from 1, such as"),
         (["--sweep", "memory_limit=8GiB..20GiB"], "--sweep: 8 GiB is a number of bytes, but the costs have no activ"),
-        ([*LIMITS, *LIMITS], "memory_limit is given twice; put all values into one"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_search(

@@ -12,7 +12,6 @@ from penstock.cli.entry import main
 from penstock.ir.formats import WRITABLE
 from penstock.ir.formats.deepspeed import to_deepspeed
 from penstock.ir.formats.megatron import to_megatron
-from penstock.ir.schedule import Schedule
 from penstock.schedules import build
 from tests.cli.recorded_steps import recorded_step
 
@@ -27,32 +26,20 @@ def test_the_default_is_the_grid(printed):
     assert len([row for row in rows if "F0" in row]) == 2
 
 
-@pytest.mark.parametrize(("form", "read"), [("csv", Schedule.from_csv), ("json", Schedule.from_json)])
-def test_what_is_shown_reads_back_as_the_same_schedule(printed, form, read):
-    assert read(printed("show", "gpipe", *SHAPE, "--to", form)) == build("gpipe", ranks=2, microbatches=3)
-
-
 @pytest.mark.parametrize("form", ["grid", "csv", "json"])
 def test_the_lowered_program_sends(printed, form):
     assert "SEND_F" in printed("show", "1f1b", *SHAPE, "--lowered", "--to", form)
     assert "SEND_F" not in printed("show", "1f1b", *SHAPE, "--to", form)
 
 
-@pytest.mark.parametrize("lowered", [[], ["--lowered"]])
-@pytest.mark.parametrize("shape", [["1f1b"], ["1f1b", "--forward-only"], ["gpipe"], ["sequential"]])
-def test_deepspeeds_streams_always_have_communication(printed, shape, lowered):
-    schedule = build(shape[0], ranks=2, microbatches=3, forward_only=len(shape) > 1)
+@pytest.mark.parametrize("words", [["--forward-only"], ["--lowered"]])
+def test_deepspeeds_streams_always_have_communication(printed, words):
+    schedule = build("1f1b", ranks=2, microbatches=3, forward_only="--forward-only" in words)
 
-    arguments = [*shape, *SHAPE, *lowered, "--to"]
+    arguments = ["1f1b", *SHAPE, *words, "--to"]
 
     assert printed("show", *arguments, "deepspeed") == to_deepspeed(schedule)
     assert printed("show", *arguments, "deepspeed-old") == to_deepspeed(schedule, old=True)
-
-
-def test_sequential_on_one_rank_is_deepspeeds_data_parallel_schedule(printed):
-    text = printed("show", "sequential", "--ranks", "1", "--microbatches", "2", "--lowered", "--to", "deepspeed")
-
-    assert text == "DeepSpeed DataParallelSchedule\nrank 0, 1 buffer: L0 F0 B0|L0 F0 B0 RDG OPT\n"
 
 
 def test_a_table_of_megatron_has_no_communication(refused, printed):
@@ -104,25 +91,12 @@ def test_a_drawing_can_be_piped_in(printed, monkeypatch):
     assert printed("show", "-") == drawing
 
 
-def test_a_function_of_ones_own_is_shown(printed, tmp_path):
-    (tmp_path / "mine.py").write_text("def mine(ranks, microbatches):\n    return '0F0 0B0'\n")
-
-    text = printed("show", "--function", f"{tmp_path}/mine.py:mine", "--ranks", "1", "--microbatches", "1")
-
-    assert text == "rank 0: 0F0 0B0 =\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["1f2b", *SHAPE], "1f1b"),
-        (["1f1b", "--ranks", "0", "--microbatches", "3"], "ranks: 0"),
-        (["1f1b", *SHAPE, "--set", "warmup"], "--set 'warmup' is not of the form key=value"),
         (["1f1b", *SHAPE, "--set", "warmpu=eager"], "Did you mean 'warmup'"),
-        (["none.csv"], "none.csv: cannot be read (No such file or directory)"),
         (["mine.py:mine", *SHAPE], "mine.py:mine is Python, which only --function runs: write --function mine.py:mi"),
-        (["mine.py", *SHAPE], "write --function mine.py:NAME instead"),
-        (["--function", "none.py:mine", *SHAPE], "none.py: cannot be read (No such file or directory)"),
         (["zb-h1", *SHAPE, "--to", "svg", "--costs", "F=1,B=2"], "backward_input_s"),
     ],
 )
@@ -130,7 +104,6 @@ def test_wrong_input_is_one_message_and_status_1(refused, arguments, told):
     assert told in refused("show", *arguments)
 
 
-@pytest.mark.slow
 def test_a_schedule_is_shown_without_loading_torch_numba_or_matplotlib():
     """bench/startup.py measures the seconds."""
     program = (
@@ -143,10 +116,7 @@ def test_a_schedule_is_shown_without_loading_torch_numba_or_matplotlib():
     assert not {"torch", "numba", "matplotlib"} & set(done.stderr.split())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "begins"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("html", b"<!DOCTYPE html>"), ("trace", b'{"trace')]
-)
+@pytest.mark.parametrize(("form", "begins"), [("png", b"\x89PNG"), ("trace", b'{"trace')])
 def test_pictures_go_to_a_file_or_to_standard_output(tmp_path, capsysbinary, form, begins):
     file = tmp_path / "picture.json" if form == "trace" else tmp_path / f"picture.{form}"
     chosen = ["--to", form] if form == "trace" else []
@@ -187,22 +157,12 @@ def test_of_a_run_folder_the_recorded_step_is_named(tmp_path, refused):
     assert refused("show", tmp_path).endswith(fix)
 
 
-def test_text_goes_to_a_file_too(tmp_path, printed):
-    assert printed("show", "1f1b", *SHAPE, "--output", tmp_path / "order.csv") == ""
-
-    assert (tmp_path / "order.csv").read_bytes().decode() == build("1f1b", ranks=2, microbatches=3).to_csv()
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--output", "a.jpeg"], "--output: a.jpeg has none of the suffixes"),
-        (["--output", "a.svg", "--to", "png"], "the suffix of a.svg means svg, but --to is png"),
         (["--costs", "F=1,B=2"], "--costs: only for svg, png, html, trace; leave it out for grid"),
         (["--data", "2", "--lowered"], "--data: only for svg, png, html, trace; leave it out for grid"),
         (["--shard", "full"], "--shard: of a program, which --lowered shows, or of a picture; add one of them"),
-        (["--theme", "dark", "--to", "trace"], "--theme: only for svg, png, html; leave it out for trace"),
-        (["--to", "html", "--costs", "F=fast"], "costs: F is 'fast'"),
         (["--to", "svg", "--output", "no/such/folder/a.svg"], "no/such/folder is not a folder; make it first"),
     ],
 )
@@ -249,8 +209,6 @@ def test_a_recorded_step_is_drawn_in_every_format(printed, recorded):
     ("arguments", "key"),
     [
         (["--ranks", "4"], "--ranks"),
-        (["--costs", "F=1"], "--costs"),
-        (["--set", "warmup=eager"], "--set"),
         (["--shard", "full"], "--shard"),
     ],
 )
@@ -266,9 +224,3 @@ def test_a_timeline_that_was_not_measured_is_drawn_alone(printed, tmp_path):
 
     assert "1f1b, 4 ranks, 8 microbatches, predicted" in svg
     assert "measured" not in svg
-
-
-def test_a_recorded_step_that_is_cut_short_is_refused(refused, recorded):
-    recorded.write_bytes(recorded.read_bytes()[:-100])
-
-    assert f"{recorded}:1:" in refused("show", str(recorded), "--to", "html")

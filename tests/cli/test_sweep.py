@@ -20,12 +20,9 @@ def arguments(*names, **given):
     ("text", "values"),
     [
         ("8,16,24", (8, 16, 24)),
-        ("16, 8", (16, 8)),
         ("8,8", (8,)),
-        ("5", (5,)),
         ("8..64", (8, 16, 32, 64)),
         ("3..20", (3, 6, 12)),
-        ("8..8", (8,)),
         ("8..32:8", (8, 16, 24, 32)),
         ("2..9:3", (2, 5, 8)),
         ("1..99999999999999999999", tuple(2**power for power in range(67))),
@@ -44,9 +41,7 @@ def test_keys_may_be_written_as_options_are():
     [
         ("4..16 activations", ["4 activations", "8 activations", "16 activations"]),
         ("10,30GiB", ["10 GiB", "30 GiB"]),
-        ("8GiB..20GiB", ["8 GiB", "16 GiB"]),
         ("8GiB..16GiB:4GiB", ["8 GiB", "12 GiB", "16 GiB"]),
-        ("2 microbatches, 4 microbatches", ["2 microbatches", "4 microbatches"]),
         ("1000..3000:1000", ["1000", "2000", "3000"]),
     ],
 )
@@ -69,11 +64,8 @@ NO_FORM = ["", "8..", "..8", "8..4", "0..8", "0", "8,", "a", "-1", "8..64:0", "1
         ("memory_limit=4 Gbit", "--sweep: '4 Gbit' has no known unit"),
         ("memory_limit=512MiB..2GiB", r"memory_limit: expected one unit for all values, .*, got '512MiB\.\.2GiB'"),
         ("memory_limit=1.5GiB", r"memory_limit: expected whole numbers from 1, .*, got '1\.5GiB'"),
-        ("memory_limit=0..4GiB", r"memory_limit: expected whole numbers from 1, .*, got '0\.\.4GiB'"),
-        ("memory_limit=GiB", "memory_limit: expected whole numbers from 1, .*, got 'GiB'"),
         ("shard=none,ful", "shard: expected some of none, optimizer, full, such as shard=none,full, got 'ful'"),
         ("residency=-1", "residency: expected whole numbers from 0"),
-        ("data=0,1", "data: expected whole numbers from 1"),
     ],
 )
 def test_what_is_no_sweep_is_refused(text, told):
@@ -133,20 +125,6 @@ def test_replicas_are_swept_and_without_a_number_are_those_of_the_costs():
     assert (found.sharding, found.replicas) == (Sharding("full"), 0)
     (found,) = swept_schedules(arguments("1f1b", ranks=2, microbatches=4), {})
     assert (found.sharding, found.replicas) == (NOT_SHARDED, None)
-
-
-def test_stages_and_slices_are_swept_too():
-    sweep = {"stages_per_rank": (1, 2), "slices": (1, 2)}
-
-    found = swept_schedules(arguments("seq1f1b", ranks=2, microbatches=4), sweep)
-
-    assert [wanted.text for wanted in found] == [
-        "seq1f1b, 1 stage per rank, 1 slice",
-        "seq1f1b, 1 stage per rank, 2 slices",
-        "seq1f1b, 2 stages per rank, 1 slice",
-        "seq1f1b, 2 stages per rank, 2 slices",
-    ]
-    assert found[1].make().num_slices == 2
 
 
 def test_limits_of_memory_make_no_further_schedules():

@@ -69,15 +69,6 @@ def test_a_long_compilation_is_reported_while_it_lasts(capsys):
         assert capsys.readouterr() == ("", LINE)
 
 
-def test_a_short_compilation_is_not_reported(capsys):
-    with compiling_reported(1000.0):
-        LOGGER.info("compiling")
-        end_compiling(1.0)
-        run_timers()
-
-    assert capsys.readouterr() == ("", "")
-
-
 def test_several_short_compilations_are_reported_when_they_come_to_a_long_one(capsys):
     with compiling_reported(1000.0):
         LOGGER.info("compiling")

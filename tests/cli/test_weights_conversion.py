@@ -31,7 +31,9 @@ def make(folder, family):
     return state
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in FAMILIES]
+)
 def test_transformers_loads_what_is_written(folder, capsys, family):
     from transformers import AutoModelForCausalLM
 
@@ -52,20 +54,17 @@ def test_transformers_loads_what_is_written(folder, capsys, family):
 
 def test_a_folder_with_something_in_it_is_written_on_request_only(folder, refused):
     (folder / "out").mkdir()
+    assert main(["convert", "own.safetensors", "out", "--like", "like"]) == 0, "an empty folder is free"
+    (folder / "out" / "model.safetensors").unlink()
     (folder / "out" / "notes.txt").write_text("precious")
+    before = names(folder / "out")
 
     told = "OUT: out exists and is not empty; give another name, or --force to replace the model in it"
     assert told in refused("convert", "own.safetensors", "out", "--like", "like")
-    assert names(folder / "out") == ["notes.txt"]
+    assert names(folder / "out") == before
 
     assert main(["convert", "own.safetensors", "out", "--like", "like", "--force"]) == 0
     assert {"notes.txt", "model.safetensors"} < set(names(folder / "out"))
-
-
-def test_an_empty_folder_is_free(folder):
-    (folder / "out").mkdir()
-
-    assert main(["convert", "own.safetensors", "out", "--like", "like"]) == 0
 
 
 def other_names(folder):
@@ -78,11 +77,8 @@ def other_names(folder):
     ("arguments", "status", "told"),
     [
         (["none", "out", "--like", "like"], 6, "none: there is no such file or folder; expected weights, or a run"),
-        (["own.safetensors", "out", "--like", "none"], 1, "--like: none: there is no such folder, nor a model of this"),
         (["own.safetensors", "out", "--like", "."], 1, "--like: .: holds no config.json; give a folder that"),
-        (["own.safetensors", "none/out", "--like", "like"], 1, "OUT: none is not a folder; make it first"),
         (["own.safetensors", "own.safetensors", "--like", "like"], 1, "OUT: own.safetensors is not a folder"),
-        (["like", "like", "--like", "like"], 1, "OUT: like exists and is not empty"),
         (
             ["other.safetensors", "out", "--like", "like"],
             6,
@@ -93,7 +89,6 @@ def other_names(folder):
             1,
             "--to: is for schedules, and --like for weights",
         ),
-        (["own.safetensors", "out", "--like", "like", "--lowered"], 1, "--lowered: is for schedules"),
     ],
 )
 def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, refused, arguments, status, told):
