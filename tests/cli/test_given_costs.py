@@ -120,14 +120,6 @@ def test_every_command_says_which_split_it_shows(costs, schedule, printed):
     assert [line for line in ("; split 3,4;", "; split 4,3;") if line not in checked] == []
 
 
-def test_json_has_the_split_of_each_schedule(costs, printed):
-    per_layer = json.loads(printed("compare", "1f1b", "zbv", *SIZE, "--costs", costs, "--to", "json"))
-    [alone] = json.loads(printed("compare", "1f1b", *SIZE, "--to", "json"))
-
-    assert [row["split"] for row in per_layer] == [[3, 4], [2, 2, 2, 1]]
-    assert alone["split"] is None
-
-
 def given(**options):
     return Namespace(**dict.fromkeys(("data", "shard", "residency", "look_ahead")) | options)
 

@@ -41,7 +41,8 @@ def exit_code(child):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGHUP))]
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))],
 )
 def test_a_rank_that_waits_in_c_code_ends_without_a_trace(number):
     rank = start(BLOCKED)

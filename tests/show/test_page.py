@@ -217,7 +217,8 @@ ANSWERS = {
 def test_the_viewer_says_what_is_where():
     questions = [(to_page(timelines, costs={"predicted": UNIT}), text) for timelines, text, _ in ANSWERS.values()]
 
-    assert dict(zip(ANSWERS, asked(*questions), strict=True)) == {name: told for name, (_, _, told) in ANSWERS.items()}
+    answers = dict(zip(ANSWERS, asked(*questions), strict=True))
+    assert answers == {name: answer for name, (_, _, answer) in ANSWERS.items()}
 
 
 @needs_node

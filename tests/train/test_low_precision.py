@@ -34,11 +34,20 @@ CASES = {name: Precision(section) for name, section in SECTIONS.items()}
 SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("gpipe", 4), ("interleaved-1f1b", 2), ("zbv", 2)]
 OTHERS = ["looped-bfs", "zb-h1", "zb-h2", "v-half", "hanayo", "interleaved-zb", "dualpipe-v"]
 RUNS = [
-    *((case, *schedule, 1) for case in CASES for schedule in SCHEDULES),
-    *(("bfloat16", family, 2, 1) for family in OTHERS),
-    *((case, "1f1b", 2, 3) for case in ("bfloat16", "float16")),
+    ("bfloat16", "1f1b", 2, 3),
+    ("float16", "zbv", 2, 1),
+    ("autocast", "gpipe", 4, 1),
+    ("autocast float16", "interleaved-1f1b", 2, 1),
 ]
 """Cases with a schedule, a number of ranks, and the batches of a step, of which it takes the mean."""
+
+
+MORE_RUNS = [
+    *((case, *schedule, 1) for case in ("bfloat16", "float16") for schedule in SCHEDULES),
+    *(("bfloat16", family, 2, 1) for family in OTHERS),
+    ("float16", "1f1b", 2, 3),
+]
+SLOW_RUNS = [pytest.param(*run, marks=pytest.mark.slow) for run in MORE_RUNS if run not in RUNS]
 
 
 def batches_of(number, num_batches):
@@ -146,8 +155,7 @@ def assert_same(results, expected, plain):
 
 
 @pytest.mark.feature("E11", "E15")
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "schedule", "num_ranks", "num_batches"), RUNS)
+@pytest.mark.parametrize(("case", "schedule", "num_ranks", "num_batches"), [*RUNS, *SLOW_RUNS])
 def test_schedules_and_ranks_change_no_bit(case, schedule, num_ranks, num_batches):
     expected, plain = train_plainly(case, num_batches)
 
@@ -192,9 +200,10 @@ GENTLE = OptimizerSection(name="SGD", options={"momentum": 0.9}, learning_rate=0
 """AdamW would turn a rounded gradient near zero into a step of full size."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("schedule", list(TWO_ROUTES))
+@pytest.mark.parametrize(
+    ("schedule", "case"),
+    [("dualpipe", "float16"), *(pytest.param("chimera", case, marks=pytest.mark.slow) for case in CASES)],
+)
 def test_two_copies_end_equal_and_near_one_process(schedule, case):
     """Each copy sums its own microbatches first, so that only rounding is another one."""
     expected, plain = train_plainly(case, is_gentle=True)

@@ -44,21 +44,19 @@ def profiled():
     return on_small_pipelines(2, profile)
 
 
-def test_whole_backwards_run_first_then_their_parts(profiled):
-    expected = [False] * (NUM_WARM_UP_STEPS + NUM_STEPS) + [True] * (NUM_WARM_UP_STEPS + NUM_STEPS)
-
-    assert [steps for _, steps, _, _ in profiled] == [expected] * 2
-
-
-def test_no_weight_changes_and_no_gradient_stays(profiled):
-    assert all(is_untouched for _, _, is_untouched, _ in profiled)
-
-
-def test_every_rank_finds_the_same_costs(profiled):
+def test_a_profile_is_equal_on_all_ranks_and_changes_no_weight_by_whole_backwards_and_then_their_parts(profiled):
     (first, *_), (second, *_) = profiled
 
+    expected = [False] * (NUM_WARM_UP_STEPS + NUM_STEPS) + [True] * (NUM_WARM_UP_STEPS + NUM_STEPS)
+    assert [(steps, is_untouched) for _, steps, is_untouched, _ in profiled] == [(expected, True)] * 2
     assert first.costs == second.costs
-    assert (first.rank, second.rank) == (0, 1)
+    assert [(found.rank, found.num_steps, found.program.name) for found in (first, second)] == [
+        (0, NUM_STEPS, "1f1b"), (1, NUM_STEPS, "1f1b"),
+    ]  # fmt: skip
+    assert simulate(first.program, first.costs).makespan_s > 0
+    assert [(wire.sender, wire.receiver) for wire in first.channels] == [(0, 1), (1, 0)]
+    assert first.costs.is_exclusive
+    assert first.costs.bandwidth_bytes_per_s > 1e6
 
 
 def test_costs_are_those_of_stages_channels_and_bytes(profiled):
@@ -119,22 +117,6 @@ def test_the_file_of_a_profile_serves_other_ranks_and_stages(profiled):
         assert simulate(lower(schedule), costs).makespan_s > 0
 
 
-def test_channels_are_measured_both_ways(profiled):
-    found = profiled[0][0]
-
-    assert [(wire.sender, wire.receiver) for wire in found.channels] == [(0, 1), (1, 0)]
-    assert found.costs.is_exclusive
-    assert found.costs.bandwidth_bytes_per_s > 1e6
-
-
-def test_the_costs_predict_the_program_that_was_profiled(profiled):
-    found = profiled[0][0]
-
-    assert simulate(found.program, found.costs).makespan_s > 0
-    assert (found.num_steps, found.program.name) == (NUM_STEPS, "1f1b")
-
-
-@pytest.mark.slow
 def test_a_schedule_that_splits_backwards_is_profiled_as_it_is():
     def case(pipeline):
         return profile_pipeline(pipeline, dataset(), NUM_STEPS)
@@ -160,7 +142,6 @@ def test_costs_per_layer_are_of_whole_microbatches_also_where_these_run_in_slice
     )
 
 
-@pytest.mark.slow
 def test_a_run_is_profiled_without_touching_what_its_folder_holds(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 60)

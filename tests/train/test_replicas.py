@@ -20,7 +20,6 @@ from tests.local_pipelines import error_of
 from tests.tiny_run import TEXT
 from tests.train.local_ranks import Stopping
 
-pytestmark = pytest.mark.slow
 TOLERANCE = 1e-12
 NUM_STEPS = 6
 MINE = """
@@ -204,7 +203,9 @@ MESHES = {
 
 
 @pytest.mark.feature("X40")
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(name, marks=() if name == "full" else pytest.mark.slow) for name in MESHES]
+)
 def test_replicas_train_as_one_process_does(inputs, tmp_path, alone, run, mesh):
     ranks, replicas, data, given = MESHES[mesh]
     sections = data(inputs) | given
@@ -232,6 +233,7 @@ def assert_close(folder, expected):
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_main_weights_and_a_loss_scale_stay_alike_and_skip_the_same_steps(tmp_path, alone, run, shard):
     run(2, 2, **LOW_PRECISION, parallel={"shard": shard})
@@ -248,6 +250,7 @@ def test_the_page_shows_the_example_as_it_is():
 # ---- a run that continues with other replicas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "parts"),
     [
@@ -271,17 +274,10 @@ def test_a_run_continues_with_other_replicas(inputs, tmp_path, alone, run, data,
     assert_same(tmp_path / "run", alone(data(inputs)))
 
 
-def test_another_batch_is_another_run(tmp_path, run):
-    run(1, 1, 2)
-
-    printed = run(1, 2, batch={"size": 16})
-
-    assert f"{tmp_path}/run holds an unfinished run with another batch.size" in printed[0]
-
-
 # ---- what is written
 
 
+@pytest.mark.slow
 def test_the_folder_has_the_figures_of_the_first_replica_once_and_a_profile_of_every_rank(tmp_path, run):
     printed, *_ = run(2, 2, run={"record_step": 2}, metrics={"memory_every": 2}, profile={"steps": [3, 3]})
 
@@ -296,6 +292,7 @@ def test_the_folder_has_the_figures_of_the_first_replica_once_and_a_profile_of_e
     assert "4 ranks on CPU, backend gloo; precision float64\n" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.feature("X41")
 @pytest.mark.parametrize(
     ("shard", "in_forward", "is_dry", "told"),
@@ -325,6 +322,7 @@ def failing_rank(rank, table):
     return type(error), str(error)
 
 
+@pytest.mark.slow
 def test_one_replica_evaluates_and_writes_on_what_several_trained(tmp_path, run, capsys):
     run(1, 2, run={"record_step": 2})
 

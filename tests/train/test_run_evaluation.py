@@ -1,6 +1,5 @@
 """Evaluating a run in this process: which weights, which batches, and what is no number of tokens."""
 
-import os
 from io import StringIO
 from pathlib import Path
 
@@ -8,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.errors import CheckpointError, ConfigError, NotFinite
+from penstock.errors import ConfigError, NotFinite
 from penstock.train.loop import train
-from penstock.train.run_evaluation import checkpoint_of, evaluate_run
+from penstock.train.run_evaluation import evaluate_run
 from penstock.train.settings.config import load_config
 from tests.tiny_run import write_tiny_run
 
@@ -61,10 +60,13 @@ def evaluate(config, *, is_whole=False):
     return evaluate_run(config, StringIO(), is_whole=is_whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [(), ("data.packing=none", "data.files=['texts']"), ("precision.compute=bfloat16", "data.packing=documents")],
+    [
+        (),
+        pytest.param(("data.packing=none", "data.files=['texts']"), marks=pytest.mark.slow),
+        pytest.param(("precision.compute=bfloat16", "data.packing=documents"), marks=pytest.mark.slow),
+    ],
 )
 def test_the_loss_is_that_of_the_run_bit_for_bit(folder, options):
     result, config = run_with("run.evaluate_batches=3", *options)
@@ -89,7 +91,6 @@ def test_data_of_a_function_are_evaluated_and_a_loss_of_ones_own_has_no_perplexi
     assert (found.perplexity, found.num_batches, found.num_targets) == (None, 2, 128)
 
 
-@pytest.mark.slow
 def test_a_function_without_a_held_out_part_needs_another_text(folder):
     _, config = run_with("data.source=own.py:batches_to_train_on", "data.files=[]")
 
@@ -97,7 +98,6 @@ def test_a_function_without_a_held_out_part_needs_another_text(folder):
         evaluate(config)
 
 
-@pytest.mark.slow
 def test_weights_that_are_not_finite_are_named(folder):
     _, config = run_with()
     weights = load_file("run/weights.safetensors")
@@ -105,12 +105,3 @@ def test_weights_that_are_not_finite_are_named(folder):
 
     with pytest.raises(NotFinite, match=r"run/weights.safetensors: the loss is nan; expected a finite number"):
         evaluate(config)
-
-
-def test_a_step_names_its_checkpoint(tmp_path):
-    for step in (10, 5):
-        os.makedirs(tmp_path / "checkpoints" / f"step-{step}")
-
-    assert checkpoint_of(tmp_path, 5) == tmp_path / "checkpoints" / "step-5"
-    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 7; it has 5, 10$"):
-        checkpoint_of(tmp_path, 7)

@@ -39,14 +39,6 @@ def test_the_named_schedule_is_built_with_its_options():
     assert build_plan(config)[0] == build("1f1b", ranks=2, microbatches=4, warmup="eager")[0]
 
 
-def test_a_schedule_may_come_from_a_file(tmp_path):
-    (tmp_path / "mine.csv").write_text(build("gpipe", ranks=2, microbatches=4).to_csv())
-
-    schedule = build_plan(with_pipeline(schedule=str(tmp_path / "mine.csv")))
-
-    assert schedule[1] == build("gpipe", ranks=2, microbatches=4)[1]
-
-
 def test_a_file_may_hold_a_program_which_is_proved_and_limited_as_a_schedule_is(tmp_path):
     program = lower(build("1f1b", ranks=2, microbatches=4))
     path = tmp_path / "program.csv"
@@ -116,19 +108,14 @@ def test_a_limit_in_bytes_goes_with_a_file_of_costs(tmp_path):
     assert (memory_limit(with_pipeline()), load_costs(with_pipeline())) == (None, None)
 
 
-def test_the_named_schedule_is_built_for_as_many_slices():
-    config = with_pipeline(schedule="seq1f1b", slices=2)
-
-    assert build_plan(config) == build("seq1f1b", ranks=2, microbatches=4, slices=2)
-    assert build_plan(with_pipeline(schedule="seq1f1b")).num_slices == 1
-
-
-def test_a_file_brings_its_own_number_of_slices(tmp_path):
+def test_a_file_brings_its_own_number_of_slices_and_a_family_takes_the_one_that_is_set(tmp_path):
     path = str(tmp_path / "mine.csv")
     (tmp_path / "mine.csv").write_text(build("seq1f1b", ranks=2, microbatches=4, slices=2).to_csv())
 
-    for given in (0, 2):
-        assert build_plan(with_pipeline(schedule=path, slices=given)).num_slices == 2
+    for named in ({"schedule": path}, {"schedule": path, "slices": 2}, {"schedule": "seq1f1b", "slices": 2}):
+        found = build_plan(with_pipeline(**named))
+        assert found == build("seq1f1b", ranks=2, microbatches=4, slices=2)
+    assert build_plan(with_pipeline(schedule="seq1f1b")).num_slices == 1
     with pytest.raises(ConfigError, match=r"^pipeline\.slices: 4, but .* is for 2 slices; make them equal"):
         build_plan(with_pipeline(schedule=path, slices=4))
 

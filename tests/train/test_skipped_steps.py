@@ -11,7 +11,7 @@ from penstock.errors import NotFinite
 from penstock.execute.parameters import tied
 from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.models import cross_entropy_loss
-from penstock.train.optimizing.precision import Precision, loss_scaler
+from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
 from penstock.train.step import Trainer
 from tests.local_pipelines import error_of, on_ranks
@@ -107,28 +107,6 @@ def test_too_many_skipped_steps_in_a_row_end_the_run():
     assert text.startswith("step 3: 3 steps in a row were skipped (precision.most_skipped), the loss is nan")
 
 
-def test_a_ramp_up_makes_each_step_the_mean_of_its_batches():
-    """One batch, then two: as with a scale for each."""
-    batches = [[random_batch(0)], [random_batch(1), random_batch(2)]]
-
-    def case(transport):
-        scaler = loss_scaler(Precision(), torch.device("cpu"))
-        with small_pipeline(transport, small_layers("float64"), scale_loss=scaler.scale_mean) as pipeline:
-            trainer = trainer_of(pipeline)
-            return [trainer.step(number, each).gradient_norm for number, each in enumerate(batches, start=1)]
-
-    def by_hand(pipeline):
-        first = trainer_of(pipeline).step(1, batches[0]).gradient_norm
-        for tokens, target in batches[1]:
-            pipeline.step(tokens, target=target)
-        for parameter in pipeline.parameters():
-            parameter.grad /= 2
-        return [first, pipeline.clip_grad_norm_(math.inf).item()]
-
-    expected = on_small_pipelines(2, by_hand, small_layers("float64"))
-    assert on_ranks(2, case)[0] == pytest.approx(expected[0], rel=1e-12)
-
-
 # ---- where it began
 
 
@@ -195,11 +173,3 @@ def test_a_skipped_step_tells_where_it_began_and_training_goes_on(caplog):
     told = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("step 1 is skipped. It begins on rank 1, stage 1, microbatch 0, in 1B0: the gradient of")
-
-
-def test_where_all_values_are_finite_nothing_is_found():
-    def case(pipeline):
-        tokens, target = random_batch(0)
-        return pipeline.find_not_finite(tokens, target=target)
-
-    assert on_small_pipelines(2, case) == ["", ""]

@@ -28,7 +28,7 @@ def numbers_of(reader, numbers):
     return [int(reader.get(number).args[0]) for number in numbers]
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, 2, 7])
+@pytest.mark.parametrize("num_ahead", [0, 2])
 def test_batches_come_in_order_and_each_is_read_once(num_ahead):
     read = []
     reader = BatchReader(lambda number: read.append(number) or batch_of(number), 3, 9, num_ahead=num_ahead)
@@ -63,21 +63,6 @@ def test_no_more_batches_are_read_ahead_than_are_asked_for():
     assert read == [0, 1, 2]
 
 
-def test_the_next_batch_is_prepared_while_a_step_runs():
-    is_read = threading.Event()
-
-    def record(number):
-        if number == 1:
-            is_read.set()
-        return batch_of(number)
-
-    reader = BatchReader(record, 0, 9, num_ahead=1)
-    reader.get(0)
-
-    assert is_read.wait(WAIT_S)  # and nobody has asked for it
-    reader.close()
-
-
 @pytest.mark.parametrize("num_ahead", [0, 2])
 def test_an_error_comes_with_its_batch_and_comes_again(num_ahead):
     def fail(number):
@@ -104,7 +89,7 @@ def test_a_batch_that_takes_too_long_is_named_and_does_not_block_the_end():
     reader.close()
 
 
-@pytest.mark.parametrize("num_taken", [0, 1, 3])
+@pytest.mark.parametrize("num_taken", [0, 3])
 def test_the_thread_ends_with_the_reader(num_taken):
     before = threading.active_count()
     reader = BatchReader(batch_of, 0, 3, num_ahead=1)
@@ -184,9 +169,7 @@ def train_packed(num_ranks, checkpointing="none", **options):
 @pytest.mark.parametrize(
     ("num_ranks", "options", "checkpointing"),
     [
-        (2, {"schedule": "1f1b"}, "full"),
         (3, {"schedule": "zbv"}, "none"),
-        (2, {"schedule": "dualpipe"}, "none"),
         (2, {"schedule": "1f1b", "recompute": True}, "selective"),
     ],
 )
@@ -197,11 +180,10 @@ def test_packed_documents_train_the_same_on_any_layout(num_ranks, options, check
         assert losses == expected
 
 
-@pytest.mark.parametrize("slices", [2, 4])
-def test_packed_documents_go_on_in_the_next_slice(slices):
+def test_packed_documents_go_on_in_the_next_slice():
     [expected] = train_packed(1, schedule="gpipe")
 
-    for losses in train_packed(2, schedule="seq1f1b", slices=slices):
+    for losses in train_packed(2, schedule="seq1f1b", slices=4):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 

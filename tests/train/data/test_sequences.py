@@ -37,12 +37,6 @@ def test_every_place_is_taken_once(size, seed):
     assert sorted(permuted(index, size, seed=seed) for index in range(size)) == list(range(size))
 
 
-def test_seeds_give_unlike_orders():
-    orders = {tuple(permuted(index, 8, seed=seed) for index in range(8)) for seed in range(200)}
-
-    assert len(orders) > 190
-
-
 def test_every_place_is_about_as_likely_as_any_other():
     size, num_seeds = 5, 2000
     counts = [[0] * size for _ in range(size)]

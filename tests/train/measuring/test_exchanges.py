@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.protocol import Tag
 from penstock.models import cross_entropy_loss
 from penstock.pipeline import Pipeline
@@ -210,20 +209,3 @@ def test_every_channel_is_measured_once_and_known_to_all_ranks():
     assert [(speed.sender, speed.receiver) for speed in found[0]] == channels
     assert all(speed.latency_s > 0 for speed in found[0])
     assert num_sent.count((2, 0)) == 2 * NUM_TRIPS
-
-
-def measure_over_gloo(rank):
-    wires = TorchTransport(deadline_s=20.0)
-    try:
-        return measure_channels(wires, [(0, 1), (1, 0)], LARGE_BYTES, CPU)
-    finally:
-        wires.close()
-
-
-@pytest.mark.slow
-def test_gloo_is_measured_between_processes(two_ranks):
-    found, same = two_ranks.run(measure_over_gloo)
-
-    assert found == same
-    assert all(0 < speed.latency_s < 1.0 for speed in found)
-    assert all(speed.bandwidth_bytes_per_s > 1e6 for speed in found)

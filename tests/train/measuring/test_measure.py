@@ -1,7 +1,6 @@
 """Layers are measured one by one as they are executed, nothing is left behind, and the split follows what they take."""
 
 from functools import partial
-from pathlib import Path
 from weakref import WeakSet
 
 import pytest
@@ -15,10 +14,9 @@ from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.partition.split import split_layers
 from penstock.pipeline import Pipeline
 from penstock.train.measuring.measure import LayerTimes, measure_layers
-from tests.local_pipelines import error_of, on_ranks, square_loss, token_layers, token_loss
+from tests.local_pipelines import error_of, on_ranks, square_loss
 
 WIDTH = 3
-PAGE = (Path(__file__).parents[3] / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
 class FakeClock:
@@ -121,15 +119,6 @@ def test_a_loss_may_give_a_sum_and_its_weight_and_be_told_its_factor():
     measure_layers([nn.Linear(WIDTH, WIDTH)], (batch(),), target=batch(), loss=loss, num_rounds=1)
 
     assert told == [1.0, 1.0]
-
-
-def test_tokens_go_in_where_no_gradient_comes_out():
-    tokens = torch.tensor([[1, 2, 3]])
-
-    times = measure_layers(token_layers(), (tokens,), target=tokens, loss=token_loss, num_rounds=1)
-
-    assert len(times.weights) == len(token_layers())
-    assert all(seconds > 0 for seconds in (*times.forward_s, *times.backward_s))
 
 
 @pytest.mark.parametrize(

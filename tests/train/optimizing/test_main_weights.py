@@ -63,19 +63,6 @@ def test_the_main_weights_are_those_of_float32_training_and_the_weights_are_thes
         assert (named[name].main_grad, named[name].grad) == (None, None)
 
 
-def test_steps_that_a_weight_in_bfloat16_cannot_take_add_up_in_its_main_weight():
-    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = MainWeightOptimizer([weight], torch.optim.SGD, lr=1.0)
-    values = []
-    for _ in range(8):
-        weight.main_grad = torch.tensor([-0.001])  # half a unit in the last place of 1 is 0.0039
-        optimizer.step()
-        values.append(weight.item())
-
-    assert values[0] == values[1] == 1.0
-    assert values[-1] == 1.0078125
-
-
 def test_the_groups_are_those_of_the_parameters_and_their_rates_count():
     named, optimizer = make()
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
@@ -90,8 +77,9 @@ def test_the_groups_are_those_of_the_parameters_and_their_rates_count():
     assert not torch.equal(named["vector"], before["vector"])
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
+@pytest.mark.parametrize(
+    ("num_steps", "optimizer_class"), [(3, torch.optim.AdamW), (0, torch.optim.SGD), (3, torch.optim.NAdam)]
+)
 def test_what_was_saved_goes_on_bit_for_bit_where_it_is_loaded(num_steps, optimizer_class):
     named, optimizer = make(optimizer_class=optimizer_class)
     others, loaded = make(seed=1, optimizer_class=optimizer_class)
@@ -150,8 +138,7 @@ def bfloat16_layers():
     return Precision(PrecisionSection(compute="bfloat16")).cast(decoder_layers(config))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
 def test_the_model_of_memory_knows_main_weights_and_sums_in_float32(schedule):
     batch = torch.randint(64, (8, 65), generator=torch.Generator().manual_seed(0))
     inputs, target = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
@@ -202,7 +189,6 @@ def train_pipeline(pipeline, optimizer, seeds):
         optimizer.zero_grad()
 
 
-@pytest.mark.slow
 def test_main_weights_that_2_ranks_saved_go_on_bit_for_bit_on_any_number_of_ranks(tmp_path):
     def save(pipeline, optimizer):
         train_pipeline(pipeline, optimizer, range(2))
@@ -228,7 +214,7 @@ def test_main_weights_that_2_ranks_saved_go_on_bit_for_bit_on_any_number_of_rank
 
     expected = weights_of(2, save)
 
-    for num_ranks in (1, 2, 3):
+    for num_ranks in (1, 3):
         found = weights_of(num_ranks, load)
         assert found.keys() == expected.keys()
         assert all(torch.equal(*pair) for name in found for pair in zip(found[name], expected[name], strict=True))

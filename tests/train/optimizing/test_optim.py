@@ -40,22 +40,6 @@ def test_the_options_reach_adamw():
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.7)
 
 
-def test_copies_of_a_tied_weight_stay_equal_on_separate_ranks():
-    values, gradient = torch.randn(5, 3), torch.randn(5, 3)
-    embedding, head = (nn.Parameter(values.clone()) for _ in range(2))
-    optimizers = [
-        build_optimizer([("embedding.weight", embedding)], OPTIONS),
-        build_optimizer([("norm.weight", nn.Parameter(torch.ones(3))), ("head.weight", head)], OPTIONS),
-    ]
-
-    for optimizer, parameter in zip(optimizers, (embedding, head), strict=True):
-        parameter.grad = gradient.clone()
-        optimizer.step()
-
-    assert torch.equal(embedding, head)
-    assert not torch.equal(embedding, values)
-
-
 def test_shared_and_frozen_parameters_and_empty_ranks_are_fine():
     shared = nn.Parameter(torch.ones(2, 2))
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -70,15 +54,10 @@ def test_shared_and_frozen_parameters_and_empty_ranks_are_fine():
     ("key", "value"),
     [
         ("learning_rate", 0.0),
-        ("learning_rate", 1e39),
         ("learning_rate", math.nan),
-        ("warmup_steps", -1),
         ("minimum_fraction", 1.5),
         ("beta1", 1.0),
-        ("beta2", -0.1),
         ("weight_decay", math.inf),
-        ("epsilon", -1.0),
-        ("clip_norm", -1.0),
     ],
 )
 def test_options_out_of_range_are_refused(key, value):
@@ -112,13 +91,9 @@ def test_a_class_of_torch_gets_the_keys_that_it_takes_and_its_own(name, options)
         ({"name": "Optimizer"}, "optimizer.name", "torch.optim has no optimizer 'Optimizer'"),
         ({"options": {"amsgrads": True}}, "optimizer.options.amsgrads", "Did you mean 'amsgrad'"),
         ({"options": {"lr": 0.1}}, "optimizer.options.lr", "set optimizer.learning_rate"),
-        ({"options": {"betas": 0.1}}, "optimizer.options.betas", "set optimizer.beta1 and optimizer.beta2"),
         ({"name": "SGD", "beta2": 0.5}, "optimizer.beta2", "SGD does not take it"),
-        ({"name": "Adafactor", "epsilon": 0.5}, "optimizer.epsilon", "Adafactor does not take it"),
         ({"name": "SGD", "options": {"momentum": -1.0}}, "optimizer.name", "Invalid momentum value: -1.0"),
-        ({"name": "SGD", "options": {"momentum": "x"}}, "optimizer.name", "SGD cannot train with these options"),
         ({"name": "LBFGS"}, "optimizer.name", "LBFGS cannot train with these options"),
-        ({"name": "Muon"}, "optimizer.name", "only supports 2D parameters"),
         ({"name": "SparseAdam"}, "optimizer.name", "does not support dense gradients"),
     ],
 )
@@ -205,10 +180,7 @@ def step_shards(rank, options, has_main_weights):
         ("AdamW", {"fused": True}, (None, True)),
     ],
 )
-@pytest.mark.parametrize("has_main_weights", [False, True])
-def test_shards_are_stepped_at_once_to_the_same_values_unless_options_say_otherwise(
-    two_ranks, name, given, expected, has_main_weights
-):
+def test_shards_are_stepped_at_once_to_the_same_values_unless_options_say_otherwise(two_ranks, name, given, expected):
     options = OptimizerSection(name=name, options=given)
     whole = named_parameters()
     optimizer = build_optimizer(whole.items(), options)
@@ -218,7 +190,8 @@ def test_shards_are_stepped_at_once_to_the_same_values_unless_options_say_otherw
             parameter.grad = parameter.detach().clone()
         optimizer.step()
 
-    for implementations, found in two_ranks.run(step_shards, options, has_main_weights):
+    results = two_ranks.run(step_shards, options, False) + two_ranks.run(step_shards, options, True)
+    for implementations, found in results:
         assert [(foreach, fused or None) for foreach, fused in implementations] == [expected] * 2
         torch.testing.assert_close(found, {name: each.detach() for name, each in whole.items()}, rtol=0, atol=1e-14)
 

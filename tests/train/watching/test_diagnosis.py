@@ -131,6 +131,7 @@ def recorded_step(schedule, seed):
     )
 
 
+@pytest.mark.slow
 @given(schedules(), st.integers(0, 2**32))
 def test_the_causes_add_up_to_all_idle_time_from_when_a_rank_was_free_to_the_end(schedule, seed):
     recorded = recorded_step(schedule, seed)

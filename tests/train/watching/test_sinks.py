@@ -40,7 +40,6 @@ def test_a_full_disk_is_named(tmp_path):
         write(1, {"loss": 2.5})
 
 
-@pytest.mark.slow
 def test_in_tensorboard_a_step_that_is_written_again_counts_once(tmp_path):
     for first_step, loss in ((1, 3.0), (2, 2.0)):
         with open_tensorboard(tmp_path / "tensorboard", first_step) as write:
@@ -51,13 +50,17 @@ def test_in_tensorboard_a_step_that_is_written_again_counts_once(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 2.0), (3, 2.0)]
 
 
-def test_missing_tensorboard_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+@pytest.mark.parametrize(
+    ("module", "extra", "sink"),
+    [
+        ("torch.utils.tensorboard", "tensorboard", lambda folder: open_tensorboard(folder, 1)),
+        ("wandb", "wandb", lambda folder: open_wandb(folder, MetricsSection(wandb="offline"), print)),
+    ],
+)
+def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch, module, extra, sink):
+    monkeypatch.setitem(sys.modules, module, None)
 
-    with (
-        pytest.raises(ConfigError, match=r"pip install '\.\[tensorboard\]' in Penstock's clone"),
-        open_tensorboard(tmp_path / "tensorboard", 1),
-    ):
+    with pytest.raises(ConfigError, match=rf"pip install '\.\[{extra}\]' in Penstock's clone"), sink(tmp_path):
         pass
 
 
@@ -127,16 +130,6 @@ def test_the_end_of_a_run_waits_for_wandb_only_so_long(tmp_path, monkeypatch):
     is_over.set()
 
     assert told == ["W&B has not taken everything within 0.05 s; `wandb sync` sends the rest"]
-
-
-def test_missing_wandb_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-
-    with (
-        pytest.raises(ConfigError, match=r"pip install '\.\[wandb\]' in Penstock's clone"),
-        open_wandb(tmp_path, MetricsSection(wandb="offline"), print),
-    ):
-        pass
 
 
 @pytest.mark.slow
