@@ -5,11 +5,9 @@ from hypothesis import given
 
 from penstock.errors import ScheduleError
 from penstock.ir.program import Program
-from penstock.lowering import add_messages, assign_slots
+from penstock.lowering import add_messages
 from penstock.placement import Placement
-from penstock.proofs import check
 from tests.lowering.programs import (
-    DEFAULT_ORDER,
     assert_in_time,
     computations,
     crossings,
@@ -39,89 +37,10 @@ def test_sends_stand_behind_their_action_and_receives_in_front_of_the_first_late
     )
 
 
-def test_a_middle_rank_talks_to_both_sides():
-    assert_becomes(
-        """
-        0F0 0B0
-        1F0 1B0
-        2F0 2B0
-        """,
-        """
-        0F0 0SEND_F0 0RECV_B0 0B0
-        1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0
-        2RECV_F0 2F0 2B0 2SEND_B0
-        """,
-    )
-
-
 def test_of_two_actions_that_start_together_the_lower_rank_counts_as_earlier():
     upward, downward = Placement.explicit([0, 1]), Placement.explicit([1, 0])
     assert_becomes("0F0 0F1\n1F0 1F1", "0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1", placement=upward)
     assert_becomes("1F0 1F1\n0F0 0F1", "1RECV_F0 1F0 1RECV_F1 1F1\n0F0 0SEND_F0 0F1 0SEND_F1", placement=downward)
-
-
-def test_input_parts_send_and_weight_parts_do_not():
-    assert_becomes(
-        """
-        0F0 0I0 0W0
-        1F0 1I0 1W0
-        """,
-        """
-        0F0 0SEND_F0 0RECV_B0 0I0 0W0
-        1RECV_F0 1F0 1I0 1SEND_B0 1W0
-        """,
-    )
-
-
-def test_each_slice_is_a_message():
-    assert_becomes(
-        """
-        0F0 0F0.1 0F0.2 0B0.2 0B0.1 0B0
-        1F0 1F0.1 1F0.2 1B0.2 1B0.1 1B0
-        """,
-        """
-        0F0 0SEND_F0 0F0.1 0SEND_F0.1 0F0.2 0SEND_F0.2 0RECV_B0.2 0B0.2 0RECV_B0.1 0B0.1 0RECV_B0 0B0
-        1RECV_F0 1RECV_F0.1 1F0 1RECV_F0.2 1F0.1 1F0.2 1B0.2 1SEND_B0.2 1B0.1 1SEND_B0.1 1B0 1SEND_B0
-        """,
-        slices=3,
-    )
-
-
-def test_forwards_alone_send_forward_alone():
-    assert_becomes(
-        """
-        0F0
-        1F0
-        2F0
-        """,
-        """
-        0F0 0SEND_F0
-        1RECV_F0 1F0 1SEND_F0
-        2RECV_F0 2F0
-        """,
-    )
-
-
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_one_rank_sends_nothing(num_stages):
-    stages = range(num_stages)
-    order = " ".join([f"{s}F0" for s in stages] + [f"{s}B0" for s in reversed(stages)])
-
-    assert_becomes(order, order, placement=Placement.loop(1, num_stages))
-
-
-def test_neighbours_on_one_rank_send_nothing():
-    assert_becomes(
-        """
-        0F0 3F0 3B0 0B0
-        1F0 2F0 2B0 1B0
-        """,
-        """
-        0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0
-        1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0
-        """,
-        placement=Placement.vee(2),
-    )
 
 
 def test_messages_of_a_pair_stand_outside_it():
@@ -178,12 +97,3 @@ def test_around_computations_as_they_were_stand_messages_in_time_and_alike_at_bo
 
     assert computations(program) == computations(before)
     assert_in_time(program)
-
-
-@pytest.mark.feature("C15")
-@pytest.mark.slow
-@given(schedule=feasible_schedules())
-def test_the_program_cannot_deadlock_under_any_transport(schedule):
-    program = assign_slots(add_messages(Program.from_schedule(schedule)))
-    for transport in DEFAULT_ORDER:
-        check(program, transport=transport)

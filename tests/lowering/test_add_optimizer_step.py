@@ -10,12 +10,6 @@ from tests.lowering.programs import drawn, lines, program_of
 from tests.strategies import feasible_schedules
 
 
-def test_a_rank_ends_with_the_step():
-    program = place_reductions(program_of("0F0 0B0", tied_groups=[(0,)]))
-
-    assert drawn(add_optimizer_step(program)) == ["0F0 0B0 0REDUCE_GRAD 0REDUCE_TIED0 0STEP"]
-
-
 def test_each_rank_has_one_step_named_after_its_first_stage():
     program = program_of("3F0 2F0 2B0 3B0\n0F0 1F0 1B0 0B0", placement=Placement.explicit([1, 1, 0, 0]))
 
@@ -25,12 +19,6 @@ def test_each_rank_has_one_step_named_after_its_first_stage():
         0F0 1F0 1B0 0B0 0STEP
         """
     )
-
-
-def test_forwards_alone_stay_as_they_are():
-    program = program_of("0F0 0F1\n1F0 1F1")
-
-    assert add_optimizer_step(program) == program
 
 
 @given(schedule=feasible_schedules())

@@ -6,12 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from penstock.ir import hot
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.lowering import add_messages, assign_slots, post_receives_ahead
-from penstock.placement import Placement
-from penstock.schedules import build
 from tests.lowering.programs import (
     computations,
     consumer,
@@ -90,56 +87,6 @@ def test_activations_receives_and_sends_are_counted_apart():
     )
 
 
-def test_the_stages_of_a_rank_share_its_slots():
-    assert with_slots("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0", placement=Placement.vee(2)) == lines(
-        """
-        0F0:0 0SEND_F0:0 3RECV_F0:0 3F0:1 3B0:1 3SEND_B0:0 0RECV_B0:0 0B0:0
-        1RECV_F0:0 1F0:0 2F0:1 2SEND_F0:0 2RECV_B0:0 2B0:1 1B0:0 1SEND_B0:0
-        """
-    )
-
-
-def test_a_split_backward_keeps_the_slot_until_its_weight_part():
-    assert with_slots("0F0 0I0 0F1 0W0 0F2 0I1 0I2 0W1 0W2") == [
-        "0F0:0 0I0:0 0F1:1 0W0:0 0F2:0 0I1:1 0I2:0 0W1:1 0W2:0"
-    ]
-
-
-def test_forwards_alone_give_their_slot_back_at_once():
-    assert with_slots("0F0 0F1\n1F0 1F1") == lines(
-        """
-        0F0:0 0SEND_F0:0 0F1:0 0SEND_F1:0
-        1RECV_F0:0 1RECV_F1:1 1F0:0 1F1:0
-        """
-    )
-
-
-def test_each_slice_has_its_own_slot():
-    assert with_slots("0F0 0F0.1 0F0.2 0B0.2 0B0.1 0B0", slices=3) == ["0F0:0 0F0.1:1 0F0.2:2 0B0.2:2 0B0.1:1 0B0:0"]
-
-
-@pytest.mark.parametrize(
-    ("order", "with_slot"),
-    [
-        ("0F0 (0F1;0B0) 0F2 0B1 0B2", "0F0:0 (0F1:1;0B0:0) 0F2:0 0B1:1 0B2:0"),
-        ("0F0 (0B0;0F1) 0F2 0B1 0B2", "0F0:0 (0B0:0;0F1:1) 0F2:0 0B1:1 0B2:0"),
-    ],
-)
-def test_of_two_that_run_together_neither_uses_what_the_other_frees(order, with_slot):
-    assert with_slots(order) == [with_slot]
-
-
-def test_two_messages_of_a_pair_have_their_own_slots_until_each_is_sent():
-    order = "0F0 2F0 (2B0;0F1) 2F1 0B0 2B1 0B1\n1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1"
-
-    program = assign_slots(add_messages(program_of(order, placement=Placement.loop(2, 4))))
-
-    assert {str(row): row.slot for row in program[0] if str(row) in ("2SEND_B0", "0SEND_F1")} == {
-        "2SEND_B0": 0,
-        "0SEND_F1": 1,
-    }
-
-
 def test_a_program_that_frees_what_it_never_took_is_left_to_the_check():
     program = program_of("0F0 0B0", microbatches=1)
 
@@ -149,7 +96,6 @@ def test_a_program_that_frees_what_it_never_took_is_left_to_the_check():
 
 
 @pytest.mark.feature("B16")
-@pytest.mark.slow
 @given(schedule=feasible_schedules())
 def test_nothing_alive_is_overwritten_and_no_slot_is_wasted(schedule):
     for passes in ((add_messages,), (add_messages, post_receives_ahead)):
@@ -173,14 +119,3 @@ def test_only_slots_change(schedule):
     assert drawn(after) == drawn(before)
     assert computations(after) == computations(before)
     assert assign_slots(after) == after
-
-
-@pytest.mark.slow
-def test_compiled_and_interpreted_the_result_is_the_same(monkeypatch):
-    program = add_messages(Program.from_schedule(build("1f1b", ranks=6, microbatches=60)))
-    interpreted = assign_slots(program)
-
-    monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
-
-    assert interpreted.slot.max() >= 5
-    assert assign_slots(program) == interpreted

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError, ScheduleError
+from penstock.errors import ConfigError
 from penstock.ir import hot
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
@@ -33,40 +33,6 @@ def test_one_stage_at_a_time_is_gathered_right_before_its_use_and_dropped_right_
         "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 0UNSHARD 0B0 0B1 0RESHARD",
         residency=1,
         placement=Placement.loop(1, 2),
-    )
-
-
-def test_a_stage_stays_while_there_is_room_and_the_next_one_comes_a_computation_early():
-    assert_becomes(
-        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
-        "0UNSHARD 0F0 1UNSHARD 0F1 1F0 1F1 1B0 1B1 1RESHARD 0B0 0B1 0RESHARD",
-        residency=2,
-        look_ahead=1,
-        placement=Placement.loop(1, 2),
-    )
-
-
-def test_the_stage_whose_next_use_is_furthest_is_dropped():
-    assert_becomes(
-        "0F0 1F0 2F0 1F1 0F1 2F1",
-        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 2UNSHARD 2F0 1F1 1RESHARD 0UNSHARD 0F1 0RESHARD 2F1 2RESHARD",
-        residency=2,
-        placement=LOOP,
-    )
-
-
-def test_with_a_look_ahead_a_gather_takes_the_room_of_a_stage_whose_next_use_is_later():
-    before = "0F0 1F0 2F0 2F1 0F1 1F1"
-    without = "0UNSHARD 0F0 1UNSHARD 1F0 1RESHARD 2UNSHARD 2F0 2F1 2RESHARD 0F1 0RESHARD 1UNSHARD 1F1 1RESHARD"
-
-    assert_becomes(before, without, residency=2, look_ahead=0, placement=LOOP)
-    assert_becomes(
-        before,
-        "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 1RESHARD 2F0 0UNSHARD 2F1 2RESHARD 1UNSHARD 0F1 0RESHARD "
-        "1F1 1RESHARD",
-        residency=2,
-        look_ahead=1,
-        placement=LOOP,
     )
 
 
@@ -96,15 +62,6 @@ def test_a_gather_starts_as_early_as_the_look_ahead_and_the_room_allow():
     )
 
 
-def test_all_stages_whole_are_gathered_once_and_dropped_behind_their_last_use():
-    assert_becomes(
-        "0F0 1F0 2F0 2B0 1B0 0B0",
-        "0UNSHARD 0F0 1UNSHARD 1F0 2UNSHARD 2F0 2B0 2RESHARD 1B0 1RESHARD 0B0 0RESHARD",
-        residency=None,
-        placement=LOOP,
-    )
-
-
 def test_a_pair_of_two_stages_needs_two_places_and_is_not_cut():
     before = "0F0 1F0 (0F1;1B0) 1F1 1B1 0B0 0B1"
     after = "0UNSHARD 0F0 1UNSHARD 1F0 (0F1;1B0) 1F1 1B1 1RESHARD 0B0 0B1 0RESHARD"
@@ -112,23 +69,6 @@ def test_a_pair_of_two_stages_needs_two_places_and_is_not_cut():
     assert_becomes(before, after, residency=2, placement=Placement.loop(1, 2))
     with pytest.raises(ConfigError, match=r"residency: 1, but .* has overlapped pairs of two stages.*give 2 or more"):
         place_gathers(program_of(before, placement=Placement.loop(1, 2)), residency=1)
-
-
-def test_a_pair_of_one_stage_needs_one_place():
-    assert_becomes("0F0 (0F1;0B0) 0B1", "0UNSHARD 0F0 (0F1;0B0) 0B1 0RESHARD", residency=1)
-
-
-def test_weight_gradients_and_recomputations_use_their_stage():
-    program = program_of("0F0 1F0 1I0 0I0 1W0 0W0", placement=Placement.loop(1, 2))
-
-    assert drawn(place_gathers(program, 1, 0)) == [
-        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1I0 1RESHARD 0UNSHARD 0I0 0RESHARD 1UNSHARD 1W0 1RESHARD "
-        "0UNSHARD 0W0 0RESHARD"
-    ]
-
-
-def test_forwards_alone_are_gathered_too():
-    assert_becomes("0F0 0F1\n1F0 1F1", "0UNSHARD 0F0 0F1 0RESHARD\n1UNSHARD 1F0 1F1 1RESHARD", residency=2)
 
 
 def test_stages_that_share_a_parameter_are_gathered_as_one_under_the_name_of_the_first():
@@ -181,11 +121,6 @@ def test_an_unknown_way_to_shard_is_refused_with_the_nearest():
         lower(schedule, shard="ful")
     with pytest.raises(ConfigError, match=r"shard: None"):
         lower(schedule, shard=None)
-
-
-def test_a_unit_over_several_ranks_is_refused():
-    with pytest.raises(ScheduleError, match=r"unit \(0, 1\): its stages are on ranks \[0, 1\]"):
-        lower(build("1f1b", ranks=2, microbatches=2), shard="full", units=[(0, 1)])
 
 
 # ---- what holds for every program
@@ -264,7 +199,6 @@ def assert_gathers_rightly(before, after, residency, look_ahead):
             assert is_early or whole[begin - 1] == most
 
 
-@pytest.mark.slow
 @given(
     schedule=feasible_schedules(),
     residency=st.one_of(st.none(), st.integers(2, 4)),
@@ -307,7 +241,6 @@ def test_every_family_is_proved_under_every_transport_with_few_stages_whole(name
 
 
 @pytest.mark.feature("H4")
-@pytest.mark.slow
 @given(schedule=feasible_schedules(), residency=st.integers(1, 3))
 def test_without_a_look_ahead_there_are_as_few_gathers_as_there_can_be(schedule, residency):
     before = Program.from_schedule(schedule)
@@ -321,30 +254,7 @@ def test_without_a_look_ahead_there_are_as_few_gathers_as_there_can_be(schedule,
         assert found == fewest_gathers(uses_of(before, rank), residency)
 
 
-def without_row(program, row):
-    return program.select(np.delete(np.arange(program.num_rows), row))
-
-
-@pytest.mark.slow
-@given(schedule=schedules(max_microbatches=4), look_ahead=st.integers(0, 2))
-def test_every_gather_reshard_and_last_reduction_is_needed(schedule, look_ahead):
-    program = lower(schedule, shard="full", residency=2 if schedule.joined.any() else 1, look_ahead=look_ahead)
-    for op, is_needed in (
-        (Op.UNSHARD, slice(None)),
-        (Op.RESHARD, slice(None, -1)),
-        (Op.REDUCE_GRADIENT, slice(-1, None)),
-    ):
-        for unit in set(program.unit_of_stage.tolist()):
-            rows = np.flatnonzero((program.op == op) & (program.stage == unit))
-            if op is Op.UNSHARD and len(rows) == 1:
-                continue  # a stage that nothing gathers is whole from the start
-            for row in rows[is_needed].tolist():
-                with pytest.raises(ScheduleError):
-                    check(without_row(program, row))
-
-
 @pytest.mark.feature("X3")
-@pytest.mark.slow
 @given(schedule=schedules())
 def test_with_the_optimizer_sharded_each_stage_is_gathered_once_and_reduced_once(schedule):
     program = lower(schedule, shard="optimizer", residency=1)
@@ -356,7 +266,6 @@ def test_with_the_optimizer_sharded_each_stage_is_gathered_once_and_reduced_once
     assert program == lower(schedule, shard="full", residency=None)
 
 
-@pytest.mark.slow
 @given(schedule=schedules())
 def test_without_shards_the_program_is_what_it_was_whatever_else_is_given(schedule):
     program = lower(schedule, residency=1, look_ahead=5, units=[(0,)])

@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
 from penstock.lowering import add_messages, place_gathers, place_reductions
 from penstock.placement import Placement
-from tests.actions import parse_action
 from tests.lowering.programs import computations, drawn, lines, program_of
 from tests.strategies import feasible_schedules
 
@@ -37,49 +34,6 @@ def test_a_stage_is_reduced_after_its_last_backward_and_a_tied_group_at_the_end(
         3F0 3F1 3B0 3B1 3REDUCE_GRAD 3REDUCE_TIED0
         """,
         tied_groups=[(0, 3)],
-    )
-
-
-def test_each_stage_of_a_rank_is_reduced_as_soon_as_its_gradients_are_whole():
-    assert_becomes("0F0 1F0 1B0 0B0", "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD", placement=Placement.loop(1, 2))
-
-
-def test_a_split_backward_is_whole_with_its_weight_part():
-    assert_becomes("0F0 0F1 0I0 0I1 0W1 0W0", "0F0 0F1 0I0 0I1 0W1 0W0 0REDUCE_GRAD")
-
-
-def test_a_pair_is_not_cut():
-    assert_becomes(
-        "0F0 1F0 1B0 0F1 (0B0;1F1) 1B1 0B1",
-        "0F0 1F0 1B0 0F1 (0B0;1F1) 1B1 1REDUCE_GRAD 0B1 0REDUCE_GRAD",
-        placement=Placement.loop(1, 2),
-    )
-    assert_becomes(
-        "0F0 1F0 0F1 1B0 1F1 (1B1;0B0) 0B1",
-        "0F0 1F0 0F1 1B0 1F1 (1B1;0B0) 1REDUCE_GRAD 0B1 0REDUCE_GRAD",
-        placement=Placement.loop(1, 2),
-    )
-
-
-def test_two_stages_whose_last_backwards_run_together_are_both_reduced_behind_them():
-    routes = Placement.explicit([0, 0], routes=[[0], [1]])
-    routes_of = np.array([0, 1], np.int8)
-    order = [[parse_action(word) for word in ("0F0", "1F1", "(1B1;0B0)OVERLAP_F_B")]]
-    schedule = Schedule.from_actions("two routes", routes, order, num_microbatches=2, route_of_microbatch=routes_of)
-
-    assert drawn(place_reductions(Program.from_schedule(schedule))) == [
-        "0F0 1F1 (1B1;0B0) 0REDUCE_GRAD 1REDUCE_GRAD",
-    ]
-
-
-def test_a_reduction_stands_behind_the_sends_of_its_last_backward():
-    program = add_messages(program_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4)))
-
-    assert drawn(place_reductions(program)) == lines(
-        """
-        0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD 0RECV_B0 0B0 0REDUCE_GRAD
-        1RECV_F0 1F0 1SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 3REDUCE_GRAD 1RECV_B0 1B0 1SEND_B0 1REDUCE_GRAD
-        """
     )
 
 
@@ -148,12 +102,6 @@ def test_stages_of_a_unit_are_reduced_once_behind_the_last_of_them():
     assert drawn(place_reductions(replace(alone, units=((0, 1),)))) == [
         "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"  # each adds what came since the one before it
     ]
-
-
-def test_forwards_alone_stay_as_they_are():
-    program = program_of("0F0 0F1\n1F0 1F1", tied_groups=[(0, 1)])
-
-    assert place_reductions(program) == program
 
 
 @given(schedule=feasible_schedules())

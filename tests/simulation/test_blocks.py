@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +24,6 @@ def named(timeline):
     return {str(timeline.program.instruction(block.row)): block for block in blocks_of(timeline)}
 
 
-@pytest.mark.slow
 @given(programs(), st.integers(0, 2**32))
 def test_every_computation_is_in_one_block_of_its_rank(program, seed):
     timeline = simulate(program, uneven_costs(program, seed))
@@ -38,7 +36,6 @@ def test_every_computation_is_in_one_block_of_its_rank(program, seed):
     assert all(program.joined[block.row] == (block.num_rows == 2) for block in blocks)
 
 
-@pytest.mark.slow
 @given(programs(), st.integers(0, 2**32))
 def test_a_message_was_made_by_the_neighbours_computation_of_the_same_microbatch(program, seed):
     timeline = simulate(program, uneven_costs(program, seed))
@@ -78,15 +75,6 @@ def test_the_two_of_a_pair_are_one_block_with_the_messages_of_both():
 
     assert (pair.num_rows, pair.start_s, pair.end_s) == (2, 2.5, 5.5)
     assert pair.last_message == Message(1, 2.5, 0.0)
-
-
-def test_the_last_of_two_messages_is_the_one_that_arrives_last():
-    program = drawn("0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1", "2F0 2B0 2F1 2B1", num_microbatches=2)
-
-    pair = named(simulate(program, Costs.uniform()))["1F1"]
-
-    assert pair.messages == (Message(1, 2.0, 0.0), Message(8, 5.0, 2.0))
-    assert pair.last_message == Message(8, 5.0, 2.0)
 
 
 def test_a_block_names_the_gather_in_front_of_it():

@@ -159,8 +159,6 @@ def test_the_causes_are_those_that_each_moment_has(program, seed, limit, share_o
 TWO = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
 UNIT = Costs.uniform()
 UNEVEN = replace(UNIT, forward_s=(3.0, 1.0))
-LONGER = Costs.uniform(microbatch_compute_factor=(1.0, 3.0))
-BYTES = Costs.uniform(message_bytes=(4,), bandwidth_bytes_per_s=8.0)
 GATHER, RELOAD = Costs.uniform(unshard_s=(2.0,)), Costs.uniform(reload_s=(4.0,))
 REDUCTION = Costs.uniform(reduce_s=(0.75,), launch_s=0.25)
 TRANSFER = {0: {"transfer": 0.5, "synchronisation": 1}, 1: {"dependency": 1, "transfer": 0.5}}
@@ -175,17 +173,9 @@ PLANTED = {
     "a message that is on its way is a transfer": (
         simulate(drawn("0F0", "1F0"), Costs.uniform(transfer=0.5)), Costs.uniform(transfer=0.5), TRANSFER,
     ),
-    "the bytes of a message are a transfer": (simulate(drawn("0F0", "1F0"), BYTES), BYTES, TRANSFER),
     # Stages take 2 seconds in the mean. Rank 1 waits for 0F0 three seconds, and for 0F1 from 4 to 6; 0F1 runs from 3.
     "what a slow stage takes above the mean is imbalance": (
         simulate(TWO, UNEVEN), UNEVEN, {0: {"synchronisation": 1}, 1: {"dependency": 2 + 1, "imbalance": 1 + 1}},
-    ),
-    # 0F1 runs from 1 to 4, and the mean is 2.
-    "a longer microbatch is imbalance as well": (
-        simulate(TWO, LONGER), LONGER, {1: {"dependency": 1 + 1, "imbalance": 1}},
-    ),
-    "a computation that takes longer than usual is a straggler": (
-        simulate(TWO, LONGER), UNIT, {0: {"synchronisation": 1, "straggler": 2}, 1: {"dependency": 1, "straggler": 2}},
     ),
     "a rank that begins late is a straggler for itself and those that wait": (
         late_ranks(simulate(drawn("0F0", "1F0", "2F0"), UNIT), 0.5, first=1), UNIT,
@@ -195,18 +185,11 @@ PLANTED = {
         later(simulate(drawn("0F0 0F1", num_microbatches=2), UNIT), [0, 0.25]), Costs.uniform(launch_s=0.25),
         {0: {"launch": 0.25}},
     ),
-    "a pause that is longer than the launches is a straggler in the rest": (
-        later(simulate(drawn("0F0 0F1 0B1 0B0", num_microbatches=2), UNIT), [0, 1, 2, 2, 2]),
-        Costs.uniform(launch_s=0.25), {0: {"launch": 2 * 0.25, "straggler": 2 * 0.75}},
-    ),
     "beside data the host has the time that it usually needs": (
         later(
             simulate(drawn("0F0 0F1", num_microbatches=2), UNIT), [0, 4.0], data_waits=(DataWait(0, 1, 1.125, 4.125),)
         ),
         Costs.uniform(launch_s=0.5), {0: {"data": 3, "launch": 0.5, "straggler": 0.5}},
-    ),
-    "waiting for parameters is synchronisation": (
-        simulate(sharded("0F0 0UNSHARD 0F1"), GATHER), GATHER, {0: {"synchronisation": 2}},
     ),
     "waiting for a reload is synchronisation": (
         simulate(sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0 0B1 0B2"), RELOAD), RELOAD, {0: {"synchronisation": 3}},
@@ -235,29 +218,6 @@ def test_the_causes_of_a_schedule_are_those_of_its_program():
     assert bare.by_rank == pytest.approx(lowered.by_rank)
 
 
-def test_host_time_between_computations_is_launch_and_nothing_else():
-    costs = Costs.uniform(launch_s=0.25)
-    few, many = drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3), lower(build("1f1b", ranks=4, microbatches=8))
-
-    found, of_many = (idle_times(simulate(program, costs), costs) for program in (few, many))
-
-    assert found.total(Cause.STRAGGLER) == of_many.total(Cause.STRAGGLER) == 0
-    # Two forwards and the sends before them; then rank 0 has finished and waits until rank 1 has launched its last one.
-    assert found.by_rank[0, Cause.LAUNCH] == (2 * 2 + 1) * 0.25
-    assert of_many.total(Cause.LAUNCH) > 0
-
-
-def test_a_message_whose_receive_is_posted_behind_a_reduction_is_not_on_its_way_before():
-    """Rank 0 reduces its second stage from 23 to 26, and then posts the receive of what rank 1 has made by 23."""
-    program = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2))
-    costs = replace(Costs.uniform(awaits_receives=True), reduce_s=(0.0, 0.0, 3.0, 0.0))
-
-    found = idle_times(with_blocking_reductions(program, costs), costs)
-
-    assert seconds(found, 0) == {"dependency": 3, "synchronisation": 3}
-    assert seconds(idle_times(simulate(program, costs), costs), 0) == {"dependency": 3}  # beside its rank it takes none
-
-
 @pytest.mark.feature("X5")
 def test_waiting_for_a_microbatch_is_data_on_its_rank_and_on_those_that_wait_for_it():
     program = drawn("0F0 0F1", "1F0 1F1", "2F0 2F1", num_microbatches=2)
@@ -269,17 +229,6 @@ def test_waiting_for_a_microbatch_is_data_on_its_rank_and_on_those_that_wait_for
     # Rank 0 waits from 1 to 3.5; rank 1 from 2 on, when it has done 1F0, and rank 2 from 3 on.
     assert seconds(found, 1) == {"dependency": 1 + 1, "data": 1.5, "synchronisation": 1}
     assert seconds(found, 2) == {"dependency": 2 + 2, "data": 0.5}
-
-
-def test_waiting_for_data_costs_nothing_while_a_message_is_waited_for_too():
-    program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
-    costs = replace(Costs.uniform(), forward_s=(4.0, 1.0))
-
-    for data_s, data in ((2.5, {}), (3.5, {"data": 0.5})):
-        timeline = with_slow_data(program, costs, {row_of(program, "1F1"): data_s})
-
-        # Rank 1 computes 1F0 from 4 to 5 and has the input of 1F1 at 8: data that take 3 seconds cost none.
-        assert seconds(idle_times(timeline, costs), 1) == {"dependency": 2.5 + 1.5, "imbalance": 1.5 + 1.5} | data
 
 
 def test_being_full_while_a_forward_could_run_is_memory():
@@ -341,16 +290,6 @@ def test_launches_come_before_a_block_and_are_no_part_of_it():
     assert expected(Costs(forward_s=(1.0,), backward_s=(2.0,)))["0B1"] == (2.0, 2.0)  # kinds that do not run need none
     assert ExpectedDurations(PROGRAM, launched).launches_s(single, 3) == 4 * 0.25
     assert ExpectedDurations(PROGRAM, launched).launches_s(pair, 3) == 5 * 0.25
-
-
-@pytest.mark.slow
-@given(programs(), st.integers(0, 2**32))
-def test_a_predicted_block_takes_what_is_expected(program, seed):
-    costs = uneven_costs(program, seed)
-    found = ExpectedDurations(program, costs)
-
-    for block in blocks_of(simulate(program, costs)):
-        assert block.end_s - block.start_s == found.on_its_stage_s(block)
 
 
 ONE_AT_A_TIME = drawn("0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2", num_microbatches=3)

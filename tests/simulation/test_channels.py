@@ -49,13 +49,6 @@ def test_the_lag_of_what_takes_a_message_is_latency_and_wire_together():
     assert queues.next_row == PROGRAM.num_instructions
 
 
-@pytest.mark.parametrize("factors", [(3.0,), (3.0, 3.0)])
-def test_a_factor_that_is_the_same_for_all_microbatches_counts_for_all(factors):
-    costs = Costs.uniform(message_bytes=(4,), bandwidth_bytes_per_s=8.0, microbatch_bytes_factor=factors)
-
-    assert added(costs)[0].lag_s.max() == 1.5
-
-
 def test_serialized_links_have_a_queue_each_and_leave_the_others_as_they_are():
     costs = Costs.uniform(transfer=0.5, channels=(Channel(1, 0, latency_s=2.0, is_exclusive=True),))
 
@@ -69,25 +62,6 @@ def test_serialized_links_have_a_queue_each_and_leave_the_others_as_they_are():
     assert {waits(before)[text] for text in ("0B0", "0B1")} == {f"queue {first}", f"queue {first + 1}"}
     assert waits(before)["1F0"] == "0SEND_F0"
     assert set(messages.lag_s[np.isin(PROGRAM.op, (Op.BACKWARD,)) & (PROGRAM.stage == 0)]) == {2.0}
-
-
-def test_one_slow_channel_delays_its_own_direction_only():
-    costs = Costs.uniform(backward=1.0, channels=(Channel(1, 0, latency_s=5.0),))
-
-    timeline = simulate(PROGRAM, costs)
-
-    assert starts(timeline)["1F0"] == ends(timeline)["0F0"]
-    assert starts(timeline)["0B0"] == ends(timeline)["1B0"] + 5
-
-
-def test_messages_of_another_size_take_another_time_on_the_wire_of_a_serialized_link():
-    costs = Costs.uniform(
-        message_bytes=(4,), bandwidth_bytes_per_s=4.0, microbatch_bytes_factor=(3.0, 0.5), is_exclusive=True
-    )
-
-    timeline = simulate(PROGRAM, costs)
-
-    assert (ends(timeline)["0SEND_F0"], ends(timeline)["0SEND_F1"]) == (4, 4.5)
 
 
 @pytest.mark.parametrize(

@@ -25,20 +25,6 @@ TIMES = {
         simulated(sharded("0UNSHARD 1UNSHARD 0F0 1F0"), unshard_s=(2.0, 0.5)),
         {"0UNSHARD": 0, "1UNSHARD": 0, "0F0": 2, "1F0": 3}, {"1UNSHARD": 2.5},
     ),
-    "a gather runs under the computations that do not need it": (
-        simulated(sharded("0F0 1UNSHARD 0F1 1F0 1F1"), unshard_s=(1.5,)), {"0F1": 1, "1F0": 2.5, "1F1": 3.5}, {},
-    ),
-    "gathers keep the order in which they are launched": (
-        simulated(sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 1UNSHARD 2UNSHARD 1F0"), unshard_s=(1.0,), reduce_s=(1.0,)),
-        {}, {"0UNSHARD": 1, "0REDUCE_GRAD": 5, "1UNSHARD": 6, "2UNSHARD": 7},
-    ),
-    "a reshard takes no time": (
-        simulated(sharded("0F0 0RESHARD 0F1"), unshard_s=(5.0,), reduce_s=(5.0,)), {"0F1": 1}, {},
-    ),
-    "what is free on every stage waits for nothing": (
-        simulated(sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 1F0 0STEP"), unshard_s=(4.0,)),
-        {"0REDUCE_GRAD": 3}, {"0REDUCE_GRAD": 3},
-    ),
     "a unit takes the time of all its stages": (
         simulated(
             replace(sharded("0UNSHARD 0F0 1F0 1B0 0B0 0REDUCE_GRAD 0RESHARD"), units=((0, 1),)),
@@ -55,19 +41,9 @@ TIMES = {
         {"0REDUCE_TIED0": 9, "2REDUCE_TIED0": 5.25, "0STEP": 9.5, "1STEP": 7, "2STEP": 9.5},
         {"0B0": 9, "0REDUCE_TIED0": 9.5, "2REDUCE_TIED0": 9.5},
     ),
-    "tied groups are reduced one after the other in their order": (
-        simulated(members(2, (0, 1), (0, 1)), tied_reduce_s=(2.0, 1.0)), {}, {"0REDUCE_TIED0": 8, "1REDUCE_TIED1": 9},
-    ),
-    "a member that has nothing else to do waits from the beginning": (
-        simulated(sharded("0F0 0B0 0REDUCE_TIED0", "1REDUCE_TIED0"), tied_reduce_s=(0.5,), launch_s=0.25),
-        {"0REDUCE_TIED0": 3.75, "1REDUCE_TIED0": 0.25}, {"0REDUCE_TIED0": 4.25, "1REDUCE_TIED0": 4.25},
-    ),
     "what reads waits for its reload and that for the copies before it": (
         simulated(COPIES, offload_s=(3.0,), reload_s=(2.5,)),
         {"0RELOAD0": 3, "0F3": 3, "0B0": 6.5, "0B1": 8.5}, {"0OFFLOAD0": 4, "0RELOAD0": 6.5},
-    ),
-    "a recomputation waits for the inputs that are reloaded": (
-        simulated(sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0R0 0B0 0B1"), reload_s=(4.0,)), {"0R0": 6, "0B0": 7}, {},
     ),
     "copies and gathers do not wait for each other": (
         simulated(
@@ -85,45 +61,6 @@ def test_collectives_and_copies_start_and_end_when_they_can(timeline, start_s, e
     assert {text: ends(timeline)[text] for text in end_s} == end_s
 
 
-def test_a_reduction_runs_under_computations_and_the_optimizer_step_waits_for_it():
-    program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0STEP")
-
-    timeline = simulate(program, Costs.uniform(backward=2.0, reduce_s=(1.0, 4.0), optimizer_s=(0.25, 0.5)))
-
-    assert (starts(timeline)["1REDUCE_GRAD"], ends(timeline)["1REDUCE_GRAD"]) == (4, 8)
-    assert (starts(timeline)["0B0"], ends(timeline)["0B0"]) == (4, 6)
-    assert (starts(timeline)["0REDUCE_GRAD"], ends(timeline)["0REDUCE_GRAD"]) == (6, 9)  # behind that of stage 1
-    assert (starts(timeline)["0STEP"], ends(timeline)["0STEP"]) == (9, 9.75)
-    assert (timeline.makespan_s, timeline.step_s) == (6, 9.75)
-    assert timeline.work_s.tolist() == [6]
-
-
-def test_a_step_without_an_optimizer_is_over_when_its_reductions_are():
-    timeline = simulate(sharded("0F0 0B0 0REDUCE_GRAD"), Costs.uniform(reduce_s=(4.0,)))
-
-    assert (timeline.makespan_s, timeline.step_s) == (3, 7)
-
-
-@pytest.mark.feature("H4")
-def test_gathers_and_reductions_share_one_lane_in_the_order_of_the_program():
-    program = sharded("0F0 0B0 1UNSHARD 0REDUCE_GRAD 2UNSHARD 1F0 2F0")
-
-    timeline = simulate(program, Costs.uniform(unshard_s=(4.0, 4.0, 1.0), reduce_s=(1.0,)))
-
-    assert [ends(timeline)[text] for text in ("1UNSHARD", "0REDUCE_GRAD", "2UNSHARD")] == [7, 8, 9]
-    assert (starts(timeline)["1F0"], starts(timeline)["2F0"]) == (7, 9)
-
-
-def test_reductions_without_costs_end_where_they_stand():
-    program = lower(build("1f1b", ranks=2, microbatches=2), optimizer_step=True)
-
-    timeline = simulate(program, Costs.uniform())
-
-    assert timeline.step_s == timeline.makespan_s
-    assert starts(timeline)["0STEP"] == ends(timeline)["0B1"] == 9
-    assert starts(timeline)["1STEP"] == ends(timeline)["1B1"] == 7
-
-
 @pytest.mark.feature("X23")
 def test_a_member_comes_to_a_tied_reduction_when_its_own_reductions_are_over():
     program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_TIED0", "2F0 2B0 2REDUCE_TIED0")
@@ -133,21 +70,3 @@ def test_a_member_comes_to_a_tied_reduction_when_its_own_reductions_are_over():
     assert (ends(timeline)["1REDUCE_GRAD"], ends(timeline)["0B0"]) == (7 + 7, 9)
     assert (starts(timeline)["0REDUCE_TIED0"], starts(timeline)["2REDUCE_TIED0"]) == (14, 5)
     assert ends(timeline)["0REDUCE_TIED0"] == ends(timeline)["2REDUCE_TIED0"] == 14.5
-
-
-def test_copies_that_end_under_computations_cost_nothing():
-    timeline = simulated(COPIES, offload_s=(2.0,), reload_s=(1.0,))
-
-    assert (starts(timeline)["0OFFLOAD0"], ends(timeline)["0OFFLOAD0"]) == (1, 3)
-    assert (starts(timeline)["0RELOAD0"], ends(timeline)["0RELOAD0"]) == (3, 4)
-    assert (starts(timeline)["0F1"], starts(timeline)["0B0"]) == (1, 4)
-    assert timeline.makespan_s == 4 + 4 * 2
-
-
-def test_each_stage_has_its_own_seconds_and_a_launch_comes_before_a_copy():
-    program = lower(build("gpipe", ranks=2, microbatches=3), offload=[0, 1])
-
-    timeline = simulate(program, Costs.uniform(offload_s=(0.25, 0.5), launch_s=1.0))
-
-    lasts = {text: ends(timeline)[text] - starts(timeline)[text] for text in ("0OFFLOAD0", "1OFFLOAD0")}
-    assert lasts == {"0OFFLOAD0": 1.25, "1OFFLOAD0": 1.5}

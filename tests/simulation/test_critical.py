@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ir.timeline import DataWait
-from penstock.lowering import lower
 from penstock.placement import Placement
-from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import blocks_of
 from penstock.simulation.critical import critical_path
@@ -31,7 +29,6 @@ def simulated(*lines, costs=None, **options):
     return simulate(drawn(*lines, **options), costs or Costs.uniform())
 
 
-@pytest.mark.slow
 @given(programs(), st.integers(0, 2**32))
 def test_the_pieces_add_up_to_the_makespan(program, seed):
     timeline = with_slow_data(program, uneven_costs(program, seed), slow_rows(program, seed))
@@ -70,9 +67,7 @@ def test_without_launches_and_collectives_nothing_pauses(program, seed):
 
 TWO = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
 SLOW_FIRST = replace(Costs.uniform(), forward_s=(4.0, 1.0))
-ROUND = Costs.uniform(backward=2.0, transfer=0.5)
 SERIALIZED = Costs.uniform(message_bytes=(4,), bandwidth_bytes_per_s=1.0, is_exclusive=True)
-RELOADED = simulate(sharded("0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0 0B1 0B2"), Costs.uniform(reload_s=(4.0,)))
 BOTH_WAYS = drawn(
     "0F0 3F1", "2F1 1F0", placement=Placement.bidirectional(2), num_microbatches=2, route_of_microbatch=[0, 1]
 )
@@ -95,16 +90,6 @@ PATHS = {
         with_pause(simulated("0F0 0F1", num_microbatches=2)),
         ["compute 0F0 1", "pause 0F1 0.25", "data 0F1 1.25", "pause 0F1 0.5", "compute 0F1 1"],
     ),
-    "it goes down the ranks and up again": (
-        simulated("0F0 0B0", "1F0 1B0", costs=ROUND),
-        [
-            "compute 0F0 1", "transfer 1F0 0.5", "compute 1F0 1", "compute 1B0 2", "transfer 0B0 0.5", "compute 0B0 2",
-        ],
-    ),
-    "it follows the slow rank": (
-        simulated("0F0 0F1 0F2", "1F0 1F1 1F2", costs=Costs(forward_s=(1.0, 3.0)), num_microbatches=3),
-        ["compute 0F0 1", "compute 1F0 3", "compute 1F1 3", "compute 1F2 3"],
-    ),
     "a message that waits for the wire is a transfer as long as that takes": (
         simulate(TWO, SERIALIZED), ["compute 0F0 1", "compute 0F1 1", "transfer 1F1 7", "compute 1F1 1"],
     ),
@@ -115,19 +100,9 @@ PATHS = {
         simulate(sharded("0F0 1UNSHARD 0F1 1F0"), Costs.uniform(unshard_s=(4.0,))),
         ["compute 0F0 1", "collective 1F0 4", "compute 1F0 1"],
     ),
-    "a reload that is waited for is on it from its launch": (
-        RELOADED,
-        [
-            "compute 0F0 1", "compute 0F1 1", "collective 0B0 4", "compute 0B0 2", "compute 0B1 2", "compute 0B2 2",
-        ],
-    ),
     "a reduction that blocks between computations is on it": (
         with_blocking_reductions(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(4.0,))),
         ["compute 0F0 1", "compute 1F0 1", "compute 1B0 2", "collective 0B0 4", "compute 0B0 2"],
-    ),
-    "an overlapped pair is one computation": (
-        simulated("0F0 (0F1;0B0)OVERLAP_F_B 0B1", num_microbatches=2),
-        ["compute 0F0 1", "compute 0F1 3", "compute 0B1 2"],
     ),
     "of ranks that end together the first counts": (
         simulate(BOTH_WAYS, Costs.uniform()), ["compute 0F0 1", "compute 3F1 1"],
@@ -138,13 +113,3 @@ PATHS = {
 @pytest.mark.parametrize(("timeline", "path"), PATHS.values(), ids=PATHS)
 def test_the_path_of_a_drawn_step_is_known(timeline, path):
     assert told(timeline) == path
-
-
-def test_in_1f1b_it_has_the_transfers_of_the_published_identity():
-    num_ranks, num_microbatches = 4, 12
-    program = lower(build("1f1b", ranks=num_ranks, microbatches=num_microbatches))
-
-    path = critical_path(simulate(program, Costs.uniform(transfer=8.0)))
-
-    transfers = [piece for piece in path if piece.doing == "transfer"]
-    assert len(transfers) == 2 * (num_ranks - 1) + 2 * (num_ranks - 1) * (num_microbatches - 1) // num_ranks

@@ -31,6 +31,7 @@ def test_all_16_published_iterations_on_gpus_are_predicted_within_1_6_percent(tm
         assert row["difference"] == pytest.approx(row["simulated_s"] / row["measured_s"] - 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_further_off_is_named_and_is_status_1(tmp_path):
     measured = json.loads(DATA.read_text(encoding="utf-8"))
     measured["runs"][3]["iteration_ms"] *= 1.02

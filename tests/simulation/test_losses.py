@@ -19,7 +19,7 @@ from penstock.simulation.costs.costs import Channel
 from penstock.simulation.costs.fit import costs_from_timeline
 from penstock.simulation.losses import evened, losses_of, makespan_without_waits_s
 from tests.simulation.blocking import with_blocking_reductions
-from tests.simulation.drawing import drawn, later, row_of, sharded
+from tests.simulation.drawing import row_of, sharded
 from tests.simulation.events import uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
 from tests.strategies import feasible_schedules
@@ -195,15 +195,6 @@ def test_of_data_before_and_within_the_step_the_larger_part_names_the_culprit():
         assert found[Cause.SYNCHRONISATION].duration_s == 9.0 - first_s
 
 
-def test_the_dearest_cause_comes_first():
-    prologues = [Prologue(-99, -98, -97), Prologue(-99, -2, -1), Prologue(-99, -98, -97)]
-
-    found = losses_of(measured(EVEN), EVEN, prologues)
-
-    assert found[0].cause is Cause.DATA
-    assert [loss.duration_s for loss in found] == sorted((loss.duration_s for loss in found), reverse=True)
-
-
 def test_even_costs_have_the_same_sum_and_leave_out_what_is_unknown():
     costs = evened(Costs(forward_s=(1.0, 3.0), backward_s=(2.0,), latency_s=0.5), 2)
 
@@ -232,42 +223,6 @@ def test_what_is_left_is_the_step_that_would_have_been(schedule, seed):
     assert makespan_without_waits_s(blocking, everyone) == with_blocking_reductions(program, costs).makespan_s
     assert makespan_without_waits_s(blocking, everyone, is_reducing=False) == simulate(program, costs).makespan_s
     assert makespan_without_waits_s(blocking, ()) == blocking.makespan_s
-
-
-def test_a_wait_that_a_message_covers_would_gain_nothing():
-    program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
-    costs = replace(Costs.uniform(), forward_s=(4.0, 1.0))
-
-    covered, longer = (with_slow_data(program, costs, {row_of(program, "1F1"): data_s}) for data_s in (2.0, 3.5))
-
-    assert makespan_without_waits_s(covered, [1]) == covered.makespan_s == 9.0
-    assert (makespan_without_waits_s(longer, [1]), longer.makespan_s) == (9.0, 9.5)
-
-
-def test_only_the_ranks_that_are_named_stop_waiting():
-    program = drawn("0F0 0F1", "1F0 1F1", num_microbatches=2)
-    timeline = with_slow_data(program, Costs.uniform(), {row_of(program, "0F1"): 2.0, row_of(program, "1F1"): 3.0})
-
-    assert timeline.makespan_s == 6.0  # 1F0 from 1 to 2, data until 5
-    assert [makespan_without_waits_s(timeline, ranks) for ranks in ([0], [1], [0, 1])] == [6.0, 5.0, 3.0]
-
-
-def test_a_pause_that_no_data_explain_stays():
-    program = drawn("0F0 0F1", num_microbatches=2)
-    timeline = with_slow_data(program, Costs.uniform(), {1: 2.0})
-
-    paused = later(timeline, [0.0, 0.5])
-
-    assert (paused.makespan_s, makespan_without_waits_s(paused, [0])) == (4.5, 2.5)
-
-
-def test_a_reduction_that_blocks_still_holds_its_rank_up():
-    program = sharded("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1REDUCE_GRAD 1RECV_F1 1F1")
-    timeline = with_blocking_reductions(program, Costs.uniform(reduce_s=(2.0,)), {row_of(program, "0F1"): 3.0})
-
-    assert timeline.makespan_s == 6
-    assert makespan_without_waits_s(timeline, [0]) == 5  # the input of 1F1 is there at 2, the reduction is over at 4
-    assert makespan_without_waits_s(timeline, [0], is_reducing=False) == 3
 
 
 def test_a_host_that_waits_for_data_while_its_device_reduces_waits_once():

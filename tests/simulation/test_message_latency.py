@@ -42,17 +42,6 @@ def test_a_trip_goes_from_send_to_receive_to_the_computation_that_takes_it():
     assert (transfers.senders.tolist(), transfers.receivers.tolist()) == ([1, 0], [0, 1])
 
 
-def test_a_gradient_has_the_bytes_of_the_output_that_it_belongs_to():
-    program = lower(build("1f1b", ranks=3, microbatches=1))
-    transfers = Transfers.of(program)
-
-    sends = [str(program.instruction(row)) for row in transfers.sends]
-    assert dict(zip(sends, transfers.num_bytes(program, (10, 20, 0)).tolist(), strict=True)) == {
-        "0SEND_F0": 10, "1SEND_B0": 10, "1SEND_F0": 20, "2SEND_B0": 20,
-    }  # fmt: skip
-    assert set(transfers.num_bytes(program, (7,)).tolist()) == {7.0}
-
-
 def test_the_latency_is_that_of_messages_that_were_awaited():
     """Rank 1 is the slower one: it waits for its first input only, and rank 0 for the gradients."""
     noted, _ = measured()

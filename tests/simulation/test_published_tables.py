@@ -87,20 +87,6 @@ def test_interleaved_1f1b_in_the_zero_bubble_paper(table):
     transfers.report(f"transfers of interleaved 1F1B, {table}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("table", STAGES_PER_RANK)
-def test_the_transfers_of_1f1b(table):
-    cells = Cells()
-    for row in rows("1f1b", table):
-        num_ranks, num_microbatches = row["ranks"], row["microbatches"]
-        parts, transfer_s = of_a_rank(row, table), row["transfer"]
-        timeline = timed("1f1b", row, Costs.uniform(**parts, transfer=transfer_s))
-        found = (timeline.span_s - (num_microbatches + num_ranks - 1) * sum(parts.values())) / transfer_s
-        identity = 2 * (num_ranks - 1) + 2 * (num_ranks - 1) * (num_microbatches - 1) // num_ranks
-        cells.compare(row, "transfers", found, identity, 1e-6)
-    cells.report(f"transfers of 1F1B, {table}")
-
-
 def test_spans_and_peaks_at_unit_costs():
     cells = Cells()
     halves = Costs.uniform(activation_bytes=(2,), weight_context_bytes=(1,))
@@ -117,27 +103,6 @@ def test_spans_and_peaks_at_unit_costs():
         for rank, peak in enumerate(row["peaks_half_activations"]):
             cells.compare(row, f"peak of rank {rank}", timeline.peak_bytes[rank], peak)
     cells.report("unit costs")
-
-
-@pytest.mark.slow
-def test_bubbles_and_peaks_with_controllable_memory():
-    cells = Cells()
-    for row in rows("controllable_memory", "unit_costs"):
-        timeline = timed(row["schedule"], row, Costs.uniform())
-        cells.compare(row, "bubble", timeline.span_s - 6 * row["microbatches"], row["bubble"])
-        cells.compare(row, "peak", max(timeline.peak_activations), row["peak_activations"])
-    cells.report("arXiv 2405.15362")
-
-
-def test_time_and_peaks_of_dualpipe():
-    cells = Cells()
-    for row in rows("dualpipe", "unit_costs"):
-        timeline = timed(row["schedule"], row, Costs.uniform())
-        cells.compare(row, "makespan", timeline.makespan_s, row["makespan"])
-        for rank in range(row["ranks"]):
-            cells.compare(row, f"bubble of rank {rank}", timeline.makespan_s - timeline.work_s[rank], row["bubble"])
-            cells.compare(row, f"peak of rank {rank}", timeline.peak_activations[rank], row["peak_activations"])
-    cells.report("arXiv 2412.19437")
 
 
 def test_time_and_peaks_of_seq1f1b():

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from penstock.ir.action import Kind
 from penstock.ir.deps import predecessors
@@ -62,7 +61,6 @@ def num_steps(program):
     return times.end.max()
 
 
-@pytest.mark.slow
 def test_the_steps_are_as_many_as_torch_counts():
     wrong = []
     for row in ROWS:

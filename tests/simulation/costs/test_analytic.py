@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.lowering import lower
-from penstock.schedules import build
-from penstock.simulation import Costs, simulate
+from penstock.simulation import Costs
 from penstock.simulation.costs.analytic import Machine
 from penstock.simulation.costs.devices import Device, Link
 from penstock.simulation.costs.transformer import Transformer, embedding_of, head_of, layer_of
@@ -88,17 +86,6 @@ def test_tensor_parallel_devices_share_the_work_and_reduce_twice_a_layer():
         assert list(getattr(shared, name)) == [entry // 2 for entry in getattr(alone, name)]
 
 
-def test_the_costs_simulate_and_count_what_is_always_in_memory():
-    costs = costs_of(split=(2, 1, 1, 2))
-
-    timeline = simulate(lower(build("zb-h1", ranks=4, microbatches=8)), costs)
-
-    assert timeline.makespan_s > 8 * (costs.forward_s[3] + costs.backward_input_s[3] + costs.backward_weight_s[3])
-    kept = [costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes]
-    assert timeline.static_bytes == tuple(sum(stage) for stage in zip(*kept, strict=True))
-    assert costs.activation_bytes[3] < timeline.peak_bytes[3] < timeline.peak_activations[3] * costs.activation_bytes[3]
-
-
 NO_SUM = r"layers_per_stage: \[.*\] adds up to \d; the model has 6 layers"
 
 
@@ -115,8 +102,3 @@ NO_SUM = r"layers_per_stage: \[.*\] adds up to \d; the model has 6 layers"
 def test_layers_that_do_not_add_up_and_a_machine_that_cannot_be_are_refused(options, told):
     with pytest.raises(ConfigError, match=told):
         costs_of(**options)
-
-
-def test_the_efficiency_must_be_said():
-    with pytest.raises(TypeError, match="efficiency"):
-        Machine(device=DEVICE, link=LINK)

@@ -120,12 +120,3 @@ def test_what_is_fitted_predicts_the_step_again(residency, look_ahead):
 
     assert predicted.step_s == pytest.approx(timeline.step_s, rel=0.25)
     assert row_of(program, "0UNSHARD") >= 0
-
-
-def test_a_program_without_exchanges_has_none():
-    found = exchanges_s([simulated(lower(build("forward-only", ranks=2, microbatches=2)))])
-
-    assert {op: seconds.tolist() for op, seconds in found.items()} == {
-        Op.UNSHARD: [0.0, 0.0],
-        Op.REDUCE_GRADIENT: [0.0, 0.0],
-    }

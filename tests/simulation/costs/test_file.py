@@ -107,36 +107,25 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(name, told, tmp_path, mo
     ("text", "told"),
     [
         ("forwrd_s = 1", r"forwrd_s: is no key here\. Did you mean 'forward_s'"),
-        ("sorce = 'x'", "sorce: is no key here"),
-        ("source = 'x'", "source: is no key here"),
         ("forward_minutes = 1", "forward_minutes: has no unit that is known; end it in one of s, ms, us"),
         ("forward_s = 1\nforward_ms = 2", "forward_ms: says the same as forward_s; keep one"),
         ("forward_ms = -1", "forward_ms: -1 is negative or not a number; costs are finite and 0 or more"),
-        ("forward_ms = [1, nan]", "forward_ms: nan is negative or not a number"),
-        ("forward_ms = inf", "forward_ms: inf is negative or not a number"),
         (f"forward_s = {'9' * 400}", r"forward_s: 9{37}\.\.\. is more than a number can hold"),
         ("message_mib = inf", "message_mib: inf is not a whole number"),
-        ("message_mib = 1e308", r"message_mib: 1e\+308 is not a whole number"),
         (f"message_bytes = {'9' * 400}", r"message_bytes: 9{37}\.\.\. is more than a number can hold"),
         ("message_mib = 99999999999999", "message_mib: 1048575.* bytes are more than 72057594037927936; give fewer"),
         ("forward_s = 'fast'", "forward_s: 'fast' is no number"),
-        ("forward_s = true", "forward_s: True is no number"),
         ("forward_s = [[1]]", r"forward_s: \[1\] is no number"),
-        ("forward_s = {a = 1}", "forward_s: {'a': 1} is no number"),
         ("forward_s = []", "forward_s: is empty; give one number for each, or one for all"),
         ("message_bytes = 1.5", "message_bytes: 1.5 is not a whole number"),
-        ("message_bytes = inf", "message_bytes: inf is not a whole number"),
         ("latency_s = [1, 2]", r"latency_s: \[1, 2\] is no number"),
         ("is_exclusive = 1", "is_exclusive: 1; expected true or false"),
         ("bandwidth_gb_per_s = 0", "bandwidth_gb_per_s: 0 bytes per second never delivers"),
-        ("channels = 3", "channels: 3; expected a list of tables"),
         ("channels = [1]", r"channels: \[1\]; expected a list of tables"),
-        ("[channels]\nsender = 1", "channels: .*; expected a list of tables"),
         ("[[channels]]\nsender = 0", r"channels\[0\]: receiver missing"),
         ("[[channels]]\nsender = 0\nreceiver = 0.5", r"channels\[0\]\.receiver: 0\.5 is not a whole number"),
         ("[[channels]]\nsender = 0\nreciever = 1", r"channels\[0\]\.reciever: is no key here\. Did you mean 'rec"),
         ("[[channels]]\nsender = 0\nreceiver = 1\nlatency_ms = -2", r"channels\[0\]\.latency_ms: -2 is negative"),
-        ("[[channels]]\nsender = 0\nreceiver = 1\nlatency_ms = inf", r"channels\[0\]\.latency_ms: inf is negative"),
         ("[[spreads]]\nkind = 'X'", r"spreads\[0\]\.kind: 'X'; expected one of F, B, I, W"),
         ("[[spreads]]\nkind = 'F'", r"spreads\[0\]: stage and median_s and quartile_range_s missing"),
     ],
@@ -150,25 +139,18 @@ def test_a_wrong_cost_is_refused_with_its_key_and_file(text, told):
     ("read", "text", "told"),
     [
         (costs_from_toml, "forward_s = [1,", r"costs:1:16: not TOML: "),
-        (costs_from_toml, "latency_s = 1\nforward_s 1", r"costs:2:11: not TOML: Expected '='"),
         (costs_from_toml, "latency_s = 1\nlatency_s = 2", r"costs:2:14: not TOML: Cannot overwrite a value"),
         (costs_from_toml, "x = " + "[" * 5000, r"costs:1:\d+: not TOML: "),
         (costs_from_json, '{"latency_s": 1,\n "forward_s" 2}', r"costs:2:14: not JSON: Expecting ':' delimiter"),
         (costs_from_json, '{"latency_s": 1, "latency_s": 2}', r"costs:1:1: not JSON: 'latency_s' is given twice; keep"),
         (costs_from_json, "[1]", r"costs:1:1: holds \[1\]; expected an object with costs by name"),
         (costs_from_json, "[" * 100_000, r"costs:1:1: not JSON: "),
-        (costs_from_json, "", r"costs:1:1: not JSON: "),
     ],
-    ids=range(9),
+    ids=range(7),
 )
 def test_what_is_no_toml_or_json_is_refused_with_its_place(read, text, told):
     with pytest.raises(FormatError, match=rf"^{told}"):
         read(text, file="costs")
-
-
-def test_json_cannot_smuggle_in_numbers_that_are_none():
-    with pytest.raises(ConfigError, match="latency_s: nan is negative or not a number"):
-        costs_from_json('{"latency_s": NaN}')
 
 
 def test_what_only_the_program_shows_names_the_file_too(tmp_path):
@@ -179,10 +161,6 @@ def test_what_only_the_program_shows_names_the_file_too(tmp_path):
         simulate(lower(build("1f1b", ranks=2, microbatches=2)), read_costs(path))
     with pytest.raises(ConfigError, match=r"^backward_input_s: is missing, but zb-h1 runs 0I0; .*costs\.toml\)$"):
         simulate(lower(build("zb-h1", ranks=3, microbatches=3)), read_costs(path))
-
-
-def test_a_file_without_costs_knows_none():
-    assert costs_from_toml("") == costs_from_json("{}") == Costs()
 
 
 def test_costs_per_layer_say_so():
@@ -242,40 +220,24 @@ def test_numbers_behind_a_cost_are_its_entries():
     assert costs.latency_s == 0.1
 
 
-def test_without_parts_of_a_backward_only_whole_ones_have_costs():
-    costs = costs_from_text("F=1,B=2")
-
-    assert simulate(lower(build("gpipe", ranks=1, microbatches=2)), costs).makespan_s == 6
-    with pytest.raises(ConfigError, match="backward_input_s"):
-        simulate(lower(build("zb-h1", ranks=1, microbatches=2)), costs)
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("", "costs: '' is not of the form key=value; expected such as F=1"),
         ("F=1,I", "costs: 'I' is not of the form key=value"),
         ("1,F=2", "costs: '1' is not of the form key=value; expected such as .*, or F=1,1,1,2 with an entry for each"),
-        ("F=1,,2,I=1,W=1", "costs: '' is not of the form key=value"),
         ("F=1,I=1,W=1,transfer=0.1,0.2", "costs: '0.2' is not of the form key=value"),
         ("F=1,-2,I=1,W=1", "costs: F is '-2'; give a finite number of 0 or more"),
-        ("F=1,2x,I=1,W=1", "costs: F is '2x'; give a finite number of 0 or more"),
         (
             "F=1,I=1,W=1,tranfer=1",
             r"no cost 'tranfer'; known: F, B, I, W, R, transfer, overlap, unshard, reduce\. Did you mean 'transfer'\?",
         ),
-        ("f=1,I=1,W=1", r"no cost 'f'; known: .* Did you mean 'F'\?"),
         ("X=1", "no cost 'X'; known: F, B, I, W, R, transfer, overlap"),
         ("F=1,I=1,W=1,F=2", "costs: F is given twice; keep one"),
         ("I=1,W=1", "costs: F missing; give F, and I and W or at least B, such as F=1"),
         ("F=1", "costs: I and W missing; give F, and I and W or at least B"),
-        ("F=1,B=2,W=1", "costs: I missing"),
-        ("transfer=1", "costs: F and I and W missing"),
         ("F=-1,I=1,W=1", "costs: F is '-1'; give a finite number of 0 or more"),
-        ("F=1,I=nan,W=1", "costs: I is 'nan'; give a finite"),
         ("F=1,I=1,W=inf", "costs: W is 'inf'; give a finite"),
-        ("F=1,I=1,W=one", "costs: W is 'one'; give a finite"),
-        ("F=1,I=1,W=", "costs: W is ''; give a finite"),
     ],
 )
 def test_what_are_no_costs_is_refused(text, told):

@@ -45,26 +45,6 @@ def test_the_fitted_costs_predict_the_timeline_again_and_without_launches_are_it
     assert launch_s or fitted == UNEVEN
 
 
-def test_one_slow_instruction_changes_no_duration():
-    timeline = simulated(costs=UNEVEN)
-    last = np.flatnonzero(timeline.program.op == Op.BACKWARD)[-1]
-    end_s = timeline.end_s.copy()
-    end_s[last] += 100.0
-
-    slowed = Timeline(timeline.program, "measured", timeline.start_s, end_s)
-
-    assert costs_from_timeline(slowed).backward_s == UNEVEN.backward_s
-
-
-def test_gaps_before_computations_that_wait_for_nothing_are_launches():
-    timeline = simulated(ranks=1, microbatches=4, costs=Costs.uniform(backward=2.0))
-
-    spread = later(timeline, 0.5 * np.arange(timeline.program.num_instructions))
-
-    assert costs_from_timeline(spread).launch_s == pytest.approx(0.5)
-    assert costs_from_timeline(spread).backward_s == (2.0,)
-
-
 def test_waits_for_data_count_neither_as_launches_nor_as_transfers():
     program = lower(build("1f1b", ranks=2, microbatches=6))
     costs = Costs(forward_s=(1.0, 2.0), backward_s=(2.0, 3.0), latency_s=0.25, launch_s=0.01)
@@ -197,15 +177,6 @@ def test_a_rank_shares_its_optimizer_step_among_its_stages():
     timeline = simulate(program, replace(Costs.uniform(), optimizer_s=(1.0, 5.0, 2.0, 5.0)))
 
     assert costs_from_timeline(timeline).optimizer_s == (1.5, 5.0, 1.5, 5.0)
-
-
-def test_a_reduction_between_computations_takes_its_time_and_is_no_launch():
-    program = lower(build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2))
-    costs = replace(Costs.uniform(), reduce_s=(5.0, 1.0, 2.0, 3.0))
-
-    found = costs_from_timeline(simulate(program, costs))
-
-    assert (found.launch_s, found.reduce_s) == (0, (5.0, 1.0, 2.0, 3.0))
 
 
 REDUCED = lower(build("looped-bfs", ranks=1, microbatches=3, stages_per_rank=2))

@@ -50,11 +50,6 @@ def test_a_busy_machine_is_told_from_an_idle_one(amount, is_busy):
     assert found.is_busy == is_busy
 
 
-def test_one_busy_rank_among_idle_ones_is_found():
-    assert largest_variation(noisy(0.6, stage=2)).stage == 2
-    assert largest_variation(noisy(0.6, stage=2)).is_busy
-
-
 def test_single_stragglers_do_not_make_a_machine_busy():
     program = lower(build("1f1b", ranks=4, microbatches=8))
     played = simulate(program, Costs.uniform(forward=1.0, backward=2.0))

@@ -24,7 +24,6 @@ MEASURED = Costs(
 )
 
 
-@pytest.mark.slow
 @given(programs(), st.integers(0, 2**32))
 def test_costs_read_back_as_they_were(program, seed):
     costs = uneven_costs(program, seed)
