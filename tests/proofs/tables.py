@@ -16,6 +16,7 @@ from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import build
 from tests.actions import parse_action
+from tests.strategies import needs
 
 SHAPES = [
     ("sequential", 1, 2, {}),
@@ -131,23 +132,6 @@ class Case:
 
     schedule: Schedule
     chance: random.Random
-
-
-def needs(action, schedule):
-    """The actions that must have run before, by the rules of the design, on any rank."""
-    stage, microbatch, part = action.stage, action.microbatch, action.slice
-    last_stage, last_slice = schedule.num_stages - 1, schedule.num_slices - 1
-    if action.kind is Kind.BACKWARD_WEIGHT:
-        return {Action(Kind.BACKWARD_INPUT, stage, microbatch, part)}
-    if action.kind is Kind.FORWARD:
-        found = {Action(Kind.FORWARD, stage - 1, microbatch, part)} if stage else set()
-        return found | ({Action(Kind.FORWARD, stage, microbatch, part - 1)} if part else set())
-    found = {Action(Kind.FORWARD, stage, microbatch, part)}
-    if stage < last_stage:
-        found.add(Action(action.kind, stage + 1, microbatch, part))
-    if part < last_slice:
-        found.add(Action(action.kind, stage, microbatch, part + 1))
-    return found
 
 
 def runs(schedule):

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from penstock.errors import ConfigError
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.lowering import add_messages, assign_slots, lower
 from penstock.proofs import check
-from penstock.schedules import FAMILIES, build
+from penstock.schedules import build
 from tests.proofs.tables import (
     assert_refused,
     edited,
@@ -19,16 +17,10 @@ from tests.proofs.tables import (
     lowered,
     refusal,
     swapped,
-    violations_of,
     without,
 )
 
 TIED = {"tied_groups": [(0, 1), (1, 2)], "optimizer_step": True}
-
-
-@pytest.mark.feature("E5")
-def test_reductions_and_step_pass_where_lowering_puts_them():
-    check(lowered(ranks=3, **TIED))
 
 
 @pytest.mark.parametrize("text", ["0REDUCE_GRAD", "0REDUCE_TIED0"])
@@ -62,12 +54,6 @@ def test_a_tied_group_that_nobody_reduces_is_refused_on_every_member():
 
     for rank in (0, 1):
         assert_refused(broken, (rank, len(broken[rank]), ""), f"tied group 0 is missing for stage {rank}", "stay equal")
-
-
-def test_a_tied_group_that_only_the_metadata_name_is_refused():
-    broken = replace(lowered(ranks=3), tied_groups=((0, 2),))
-
-    assert len(refusal(broken).violations) == 2
 
 
 def test_stages_whose_gradient_is_never_reduced_are_told_together():
@@ -141,57 +127,6 @@ def test_what_belongs_to_training_is_refused_where_nothing_trains(op):
 
     assert not check(program).omits_reductions
     assert_refused(broken, (0, 2, str(row)), "belongs to training, but the program has no backward", "Drop it")
-
-
-def with_rows(program, orders):
-    """The program with other rows of its own on each rank; pairs stay pairs."""
-    rows = np.concatenate(orders).astype(int)
-    columns = {name: getattr(program, name)[rows] for name in Program.COLUMNS}
-    return replace(program, **columns, offsets=np.cumsum([0, *map(len, orders)]))
-
-
-def mutations(program, row):
-    """(name, program) for each way to remove, double or misplace one row; the others keep their order."""
-    rank, begin = int(program.rank_of_row[row]), program.offsets[:-1]
-    orders = [list(range(start, end)) for start, end in zip(begin, program.offsets[1:], strict=True)]
-    own, others = orders[rank], [rest for rest in range(len(orders)) if rest != rank]
-    backwards = [other for other in own if program.is_backward[other] and program.stage[other] == program.stage[row]]
-    rest = [other for other in own if other != row]
-    first = backwards[-1] - int(backwards[-1] > begin[rank] and program.joined[backwards[-1] - 1])
-    places = {"before the last backward": rest.index(first), "at the front": 0}
-    if program.op[own[-1]] == Op.OPTIMIZER_STEP:
-        places["after the step"] = len(rest)
-    changed = {"removed": rest, "doubled": sorted([*own, row])}
-    changed |= {name: [*rest[:place], row, *rest[place:]] for name, place in places.items()}
-    for name, order in changed.items():
-        yield name, with_rows(program, [order if index == rank else orders[index] for index in range(len(orders))])
-    for other in others[:1]:
-        moved = {rank: rest, other: [*orders[other][:-1], row, orders[other][-1]]}
-        yield "on another rank", with_rows(program, [moved.get(index, orders[index]) for index in range(len(orders))])
-
-
-@pytest.mark.feature("B1")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "forward-only"])
-def test_every_reduction_of_every_family_is_needed_once_and_where_it_is(name):
-    num_checked = 0
-    for ranks, microbatches in ((1, 2), (2, 4), (4, 4)):
-        try:
-            schedule = build(name, ranks=ranks, microbatches=microbatches)
-        except ConfigError:
-            continue
-        held = schedule.placement.stages_of_rank
-        groups = [(held[0][0], held[-1][-1])] if ranks > 1 else []
-        program = lower(schedule, tied_groups=groups, optimizer_step=ranks > 1)
-        check(program)
-        for row in np.flatnonzero((program.op == Op.REDUCE_GRADIENT) | (program.op == Op.REDUCE_TIED)).tolist():
-            for how, broken in mutations(program, row):
-                told = " ".join(str(found) for found in violations_of(broken))
-                assert "REDUCE" in told or "reduction" in told, (
-                    f"{program.instruction(row)} {how} in {schedule}: {told}"
-                )
-                num_checked += 1
-    assert num_checked > 10
 
 
 def test_a_stage_outside_the_group_is_refused():

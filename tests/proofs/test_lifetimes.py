@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 
@@ -60,7 +59,7 @@ def test_a_program_that_is_right_is_found_right_by_sorting_and_by_the_walk(progr
 
 
 def test_what_is_wrong_with_a_mutated_program_is_told_alike_after_a_walk():
-    for case in cases(200, seed=1):
+    for case in cases(50, seed=1):
         sorted_at_once = findings_of(case.program)
         with walked_first():
             assert findings_of(case.program) == sorted_at_once
@@ -177,24 +176,10 @@ def test_a_unit_is_whole_for_all_its_stages_from_one_gather_to_one_reshard():
     assert_refused(freed, (0, 5, "0B0"), "reads the weights of stage 0, which 1RESHARD (position 4) has freed")
 
 
-def test_stages_without_gathers_have_their_weights_from_the_start():
-    check(Program.from_csv("0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", name="half sharded"))
-
-
-def test_a_gradient_is_there_before_it_is_reduced():
-    program = PROGRAMS["1f1b"]
-    rank, position = find(program, "0REDUCE_GRAD")
-    early = edited(program, lambda orders: orders[rank].insert(0, orders[rank].pop(position)))
-
-    assert findings_of(early) == ["0REDUCE_GRAD reads the gradient of stage 0, which no row before it makes"]
-    assert np.count_nonzero(program.op == Op.REDUCE_GRADIENT) == 2
-
-
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("0F0 0OFFLOAD0 0F1 0B0 0B1", "0B0 reads the activation of stage 0, microbatch 0, which 0OFFLOAD0"),
-        ("0F0 0F1 0OFFLOAD0 0B0 0RELOAD0 0B1", "0B0 reads the activation of stage 0, microbatch 0, which 0OFFLOAD0"),
         ("0F0 0F1 0RELOAD0 0B0 0B1", "0RELOAD0 reads the offloaded of stage 0, microbatch 0, which no row before it"),
         ("0OFFLOAD0 0F0 0F1 0RELOAD0 0B0 0B1", "0OFFLOAD0 reads the activation of stage 0, microbatch 0, which no row"),
         ("0F0 0F1 0B0 0OFFLOAD0 0B1", "0OFFLOAD0 reads the activation of stage 0, microbatch 0, which 0B0"),
@@ -204,7 +189,6 @@ def test_a_gradient_is_there_before_it_is_reduced():
             "0F0 0F1 0OFFLOAD0 0R0 0RELOAD0 0B0 0B1",
             "0R0 reads the checkpoint of stage 0, microbatch 0, which 0OFFLOAD0",
         ),
-        ("0F0 0F1 0R0 0OFFLOAD0 0RELOAD0 0B0 0B1", "0OFFLOAD0 reads the checkpoint .* which 0R0"),
         ("0F0 0F1 0OFFLOAD0 0RELOAD0", "0OFFLOAD0 reads the activation of stage 0, microbatch 0, which no row before"),
     ],
 )

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ir import hot
 from penstock.ir.deps import index_rows, predecessors
 from penstock.ir.program import Program
 from penstock.lowering import add_messages, assign_slots, lower
@@ -15,10 +14,9 @@ from penstock.proofs.cycle import check_feasible
 from penstock.proofs.linear_extension import proved_by_order
 from penstock.proofs.order import check_positions
 from penstock.proofs.report import Subject
-from penstock.schedules import build
 from tests.mutated_programs import MODELS, REORDERINGS, mutated
 from tests.proofs.machine import verdict
-from tests.proofs.tables import edited, feasible_cases, find, rewritten, schedule_of
+from tests.proofs.tables import edited, feasible_cases, find, schedule_of
 from tests.strategies import ends, feasible_schedules
 
 BUT_COALESCED = tuple(name for name in MODELS if name != "coalesced")
@@ -69,18 +67,6 @@ def test_what_keeps_the_linear_extension_ends_on_a_plain_machine_of_every_model(
             assert verdict(each, name) == "ends"
 
 
-def test_a_send_in_front_of_what_makes_its_message_is_out_of_order():
-    program = rewritten(
-        schedule_of("0F0 0F1\n1F0 1F1"),
-        """
-        0F0 0SEND_F1 0F1 0SEND_F0
-        1RECV_F1 1RECV_F0 1F0 1F1
-        """,
-    )
-
-    assert not keeps(program)
-
-
 def test_a_send_after_a_later_action_is_out_of_order():
     assert keeps(lower(GPIPE))
     assert not keeps(moved(lower(GPIPE), "0SEND_F0", after="0F1"))
@@ -114,14 +100,6 @@ def test_a_receive_in_front_of_an_earlier_send_of_the_same_pair_of_ranks_is_out_
     assert not keeps(moved(lower(GPIPE), "0RECV_B0", after="0F0"))
 
 
-def test_receives_from_different_ranks_may_change_places():
-    program = lower(schedule_of("0F0 3F0 3B0 0B0\n1F0 1B0\n2F0 2B0", placement=Placement.explicit([0, 1, 2, 0])))
-    rank = [str(row) for row in program[0]]
-
-    assert rank.index("3RECV_F0") < rank.index("0RECV_B0")
-    assert keeps(moved(program, "3RECV_F0", after="0SEND_F0"))
-
-
 def test_an_action_or_message_after_a_joining_collective_is_out_of_order():
     program = lower(
         schedule_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4)), tied_groups=[(1, 2)]
@@ -129,15 +107,3 @@ def test_an_action_or_message_after_a_joining_collective_is_out_of_order():
 
     assert keeps(program)
     assert not keeps(moved(program, "2REDUCE_TIED0", after="2SEND_B0"))
-
-
-@pytest.mark.slow
-def test_the_verdict_is_the_same_compiled(monkeypatch):
-    programs = [lower(build("1f1b", ranks=3, microbatches=4)), moved(lower(GPIPE), "0SEND_F0", after="0F1")]
-    programs.append(lower(build("1f1b", ranks=3, microbatches=4), transport="coalesced"))
-    interpreted = [order_of(program) for program in programs]
-
-    monkeypatch.setattr(hot, "COMPILE_ABOVE_ROWS", 0)
-
-    assert [order_of(program) for program in programs] == interpreted
-    assert interpreted == [BUT_COALESCED, (), MODELS]

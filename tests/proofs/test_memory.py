@@ -9,7 +9,6 @@ from hypothesis import given
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.instruction import Op
-from penstock.ir.program import Program
 from penstock.lowering import assign_slots, lower
 from penstock.proofs import Limit, check
 from penstock.schedules import build
@@ -54,15 +53,10 @@ def activations(*counts):
     return [f"{count} activations" for count in counts]
 
 
-def test_a_limit_that_is_just_met_passes():
+def test_a_limit_per_rank_counts_for_its_rank_and_may_be_just_met():
     schedule = build("1f1b", ranks=3, microbatches=4)
 
     assert check(schedule, memory_limit=activations(3, 2, 1)).peak_activations == [3, 2, 1]
-
-
-def test_a_limit_per_rank_counts_for_its_rank():
-    schedule = build("1f1b", ranks=3, microbatches=4)
-
     error = assert_refused(schedule, (1, 1, "1F1"), "limit of rank 1 is 1", memory_limit=activations(3, 1, 1))
     assert {violation.rank for violation in error.violations} == {1}
 
@@ -101,28 +95,18 @@ def test_what_is_not_given_counts_as_0_and_is_listed():
     assert check(schedule).not_counted == ()
 
 
-def test_bytes_are_unknown_without_costs():
-    facts = check(build("1f1b", ranks=2, microbatches=2))
-
-    assert (facts.peak_bytes, facts.static_bytes) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("text", "amount", "unit"),
     [
         ("20GiB", 20 * 2**30, "bytes"),
-        ("20 GiB", 20 * 2**30, "bytes"),
         ("1.5 kb", 1500, "bytes"),
         ("2tib", 2**41, "bytes"),
         ("7B", 7, "bytes"),
         ("7", 7, "bytes"),
-        (7, 7, "bytes"),
         (np.int32(7), 7, "bytes"),
         ("12 activations", 12, "activations"),
         ("1activation", 1, "activations"),
-        ("6 microbatches", 6, "microbatches"),
         ("2.5 Microbatches", Fraction(5, 2), "microbatches"),
-        ("1 microbatch", 1, "microbatches"),
     ],
 )
 def test_limits_are_bytes_with_a_unit_or_counts(text, amount, unit):
@@ -151,13 +135,6 @@ def test_a_limit_in_microbatches_counts_what_each_leaves_on_a_rank(name, shape, 
     assert f"needs {held} activations alive at once; the limit of rank 0 is {held - 1} ({less})" in str(error)
 
 
-def test_a_limit_in_microbatches_may_be_one_per_rank():
-    schedule = build("zbv", ranks=2, microbatches=4)
-
-    assert check(schedule, memory_limit=["2 microbatches", "3 microbatches"]).peak_activations == [4, 4]
-    assert {each.rank for each in refusal(schedule, memory_limit=["2 microbatches", "1 microbatch"]).violations} == {1}
-
-
 def test_limits_may_be_larger_than_any_memory():
     largest = np.iinfo(np.int64).max
 
@@ -168,16 +145,13 @@ def test_limits_may_be_larger_than_any_memory():
     ("limit", "told"),
     [
         ("20Gbit", "memory_limit: '20Gbit' has no known unit; expected one of bytes, b, kb, kib, mb"),
-        ("12 batches", "has no known unit; expected one of"),
         ("much", "memory_limit: 'much'; give \"20GiB\""),
         (-1, "memory_limit: -1; give a limit of 1 or more"),
-        ("0 microbatches", "'0 microbatches'; give a limit of 1 or more"),
         ("0 activations", "'0 activations'; give a limit of 1 or more"),
         (2.5, "2.5 of type float; give"),
         (True, "True of type bool; give"),
         ([], 'give "20GiB"'),
         (["2 activations", "3 GiB"], "for all ranks alike or per rank"),
-        ("3 activations " * 2, 'give "20GiB"'),
         (activations(1, 2, 3), "3 values for 2 ranks; give one, or one per rank"),
         (4096, "4096 is a number of bytes, but there are no costs to say how large activations are"),
         ("20GiB", 'or count: "6 microbatches"'),
@@ -230,14 +204,6 @@ def test_a_copy_of_another_slot_is_refused(text):
     assert_refused(broken, text, "reads slot 0; 0F1 (position", "saved its activation in slot 1", "slot 1")
 
 
-def test_every_copy_of_one_microbatch_has_its_slot():
-    line = "0F0 0F1 0OFFLOAD0 0RELOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1"
-    program = assign_slots(Program.from_csv(",".join(line.split()), name="twice"))
-
-    check(program)
-    assert_refused(with_slot(program, "0OFFLOAD0", 1), (0, 2, "0OFFLOAD0"), "reads slot 1", "in slot 0")
-
-
 def test_limits_count_what_is_on_the_device():
     schedule = build("gpipe", ranks=2, microbatches=6)
     program = lower(schedule, offload=[0, 1])
@@ -275,20 +241,6 @@ def test_a_send_slot_that_is_overwritten_is_refused_at_the_action_that_makes_the
     _, send = find(broken, "0SEND_F0")
 
     assert_refused(broken, "0F1", "overwrites slot 0", f"lives until 0SEND_F0 (position {send})")
-
-
-def test_slots_of_different_pools_and_ranks_may_have_one_number():
-    facts = check(lowered())
-
-    assert facts.num_messages == 6
-
-
-def test_slots_with_large_numbers_are_proved_like_any_other():
-    slot = 2_000_000_000
-    odd = with_slot(with_slot(lowered("gpipe"), "1RECV_F0", slot), "1SEND_B0", slot)
-
-    assert check(odd).num_messages == 6
-    assert_refused(with_slot(odd, "1RECV_F1", slot), "1RECV_F1", f"overwrites slot {slot}")
 
 
 @pytest.mark.parametrize("pair", ["(0F1;0B0)OVERLAP_F_B", "(0B0;0F1)OVERLAP_F_B"])
@@ -347,17 +299,3 @@ def test_a_stage_too_many_is_refused_where_it_is_gathered():
     assert violation.problem == "makes 2 stages whole at once; rank 0 may have 1"
     assert violation.fix == "Reshard one of them before it, or raise residency"
     check(sharded(TWO), residency=2)
-
-
-def test_each_rank_is_counted_by_itself_and_a_stage_that_stays_whole_counts_to_the_end():
-    program = sharded(
-        "0UNSHARD 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD", "1RECV_F0 1UNSHARD 1F0 1B0 1SEND_B0 1REDUCE_GRAD"
-    )
-
-    assert check(program, residency=1).peak_whole == [1, 1]
-
-
-def test_a_stage_that_is_never_gathered_does_not_count():
-    program = sharded("0F0 1UNSHARD 1F0 1B0 1REDUCE_GRAD 1RESHARD 0B0 0REDUCE_GRAD 0RESHARD")
-
-    assert check(program, residency=1).peak_whole == [1]

@@ -44,10 +44,6 @@ def test_violations_are_ordered_and_the_first_ten_are_shown_with_their_number():
     assert "position 10:" not in text
 
 
-def test_nothing_is_raised_without_findings():
-    Subject(schedule_of("0F0")).raise_if_any()
-
-
 def test_a_program_is_called_a_program():
     assert refusal(without(lowered(), "0B1")).title == "1f1b: the program breaks 1 rule"
 
