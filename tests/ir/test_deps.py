@@ -68,20 +68,6 @@ def test_stages_of_one_rank_wait_for_each_other_without_messages():
     assert schedule_waits(schedule)["1W0"] == {"1I0"}
 
 
-def test_a_whole_backward_waits_for_an_input_part():
-    schedule = one_rank("0F0 1F0 1I0 0B0 1W0")
-
-    assert schedule_waits(schedule)["0B0"] == {"1I0", "0F0"}
-
-
-def test_slices_go_up_in_forwards_and_down_in_backwards():
-    found = schedule_waits(one_rank("0F0 0F0.1 1F0 1F0.1 1B0.1 1B0 0B0.1 0B0", slices=2))
-
-    assert found["0F0.1"] == {"0F0"}
-    assert found["1B0.1"] == {"1F0.1"}
-    assert found["0B0"] == {"0F0", "0B0.1", "1B0"}
-
-
 def test_rows_are_found_by_stage_microbatch_and_slice():
     program = lower(build("1f1b", ranks=2, microbatches=3))
 

@@ -52,18 +52,12 @@ def test_a_small_table_runs_without_a_compiler(caplog):
     assert not caplog.records
 
 
-@pytest.mark.slow
-def test_a_large_table_runs_compiled_with_its_helpers_and_gives_the_same():
-    assert total_of(Hot(_sum_into, _add), 10, as_if=COMPILE_ABOVE_ROWS + 1) == 45
-
-
-@pytest.mark.slow
 def test_a_compilation_is_logged_before_and_after_and_happens_once(caplog):
     caplog.set_level(logging.INFO)
     hot = Hot(_sum_into, _add)
 
     for _ in range(2):
-        total_of(hot, 10, as_if=COMPILE_ABOVE_ROWS + 1)
+        assert total_of(hot, 10, as_if=COMPILE_ABOVE_ROWS + 1) == 45
 
     before, after = caplog.records
     assert before.getMessage() == "compiling _sum_into"
@@ -197,8 +191,6 @@ def test_machine_code_is_loaded_by_the_next_process(run_loop, tmp_path):
     ("old", "new", "result"),
     [
         ("FACTOR = 2", "FACTOR = 3", 1112),
-        ("[100, 7]", "[200, 7]", 1208),
-        ("value + 1", "value + 2", 1110),
         ("    left: int\n    right: int", "    right: int\n    left: int", 1108),
     ],
 )
@@ -210,7 +202,7 @@ def test_what_another_file_changes_counts_in_the_next_process(run_loop, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", [b"", b"damaged", b"cno_such_module\nNoSuchClass\n."])
+@pytest.mark.parametrize("content", [b"damaged", b"cno_such_module\nNoSuchClass\n."])
 @pytest.mark.parametrize("kind", ["nbi", "nbc"])
 def test_kept_code_that_cannot_be_loaded_is_made_again_and_kept(run_loop, tmp_path, kind, content):
     run_loop()

@@ -5,7 +5,6 @@ from hypothesis import given
 
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.linear_extension import linear_extension, walk_untimed, whole_starts
-from penstock.ir.program import Program
 from penstock.ir.walk import Walk
 from tests.proofs.tables import schedule_of
 from tests.strategies import feasible_schedules
@@ -22,12 +21,6 @@ def in_order(schedule):
 def test_whole_backwards_take_two_units_and_their_parts_one_each():
     assert starts_of(schedule_of("0F0 0B0 0F1 0B1")).tolist() == [0, 1, 3, 4]
     assert starts_of(schedule_of("0F0 0I0 0W0 0F1 0I1 0W1")).tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_program_of_actions_starts_when_its_schedule_does():
-    schedule = schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
-
-    assert starts_of(Program.from_schedule(schedule)).tolist() == starts_of(schedule).tolist()
 
 
 def test_actions_stand_by_start_then_rank():

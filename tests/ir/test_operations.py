@@ -2,37 +2,22 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 
-from penstock.ir.collectives import JOINS_RANKS
 from penstock.ir.operations import (
     BEGINS_KEEPING,
     ENDS_KEEPING,
-    IS_BACKWARD,
     IS_COMPUTE,
     IS_COPY,
-    KIND_INDEX,
-    MADE,
     MAKES_KEPT,
-    MESSAGES,
-    MOVED,
     NAMES_SLOT,
     OF_STAGE,
     OP_OF_TEXT,
     OPERATIONS,
-    RUNS_AUTOGRAD,
-    RUNS_FORWARD,
-    TAKEN,
-    At,
     Kind,
     Lane,
     Op,
     Size,
-    Value,
-    exclusive,
-    makers,
-    peer_at,
 )
 
 
@@ -49,12 +34,6 @@ def test_every_operation_has_a_row_and_its_own_text_and_name():
 def test_the_numbers_are_those_of_columns_and_files():
     assert [int(op) for op in Op] == list(range(16))
     assert (Kind.RECOMPUTE, Op.RECOMPUTE, Op.OPTIMIZER_STEP) == (13, 13, 12)
-
-
-def test_computations_are_the_kinds_and_have_colors():
-    assert ops(IS_COMPUTE) == [Op(kind) for kind in Kind]
-    assert [KIND_INDEX[kind] for kind in Kind] == list(range(len(Kind)))
-    assert all(bool(OPERATIONS[op].colors) == op.is_compute for op in Op)
 
 
 def test_an_operation_has_one_lane():
@@ -101,52 +80,8 @@ def test_the_bytes_of_all_rows_of_a_microbatch_add_up_to_nothing():
     assert again == {Size.ACTIVATION: 1, Size.CHECKPOINT: -1}, "its forward keeps CHECKPOINT, not ACTIVATION"
 
 
-def test_collectives_and_no_others_join_a_group():
-    assert all((row.group is not None) == (row.lane is Lane.COLLECTIVE) for row in OPERATIONS.values())
-    assert ops(JOINS_RANKS) == [Op.REDUCE_TIED, Op.OPTIMIZER_STEP]
-
-
-def test_forwards_and_recomputations_run_layers_and_backwards_but_for_the_weights_run_autograd():
-    assert ops(RUNS_FORWARD) == [Op.FORWARD, Op.RECOMPUTE]
-    assert ops(RUNS_AUTOGRAD) == [Op.BACKWARD, Op.BACKWARD_INPUT]
-
-
-def test_whole_and_input_backwards_exclude_each_other_and_recomputation_replaces_the_forward():
-    assert [exclusive(op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.RECOMPUTE)] == [
-        Op.BACKWARD,
-        Op.BACKWARD,
-        Op.RECOMPUTE,
-    ]
-    assert makers(Value.ACTIVATION) == [Op.RECOMPUTE, Op.RELOAD, Op.FORWARD]
-
-
-def test_backwards_are_whole_ones_and_parts():
-    assert ops(IS_BACKWARD) == [Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT]
-
-
 def test_a_place_is_kept_from_the_forward_to_the_last_part_of_the_backward():
     assert ops(BEGINS_KEEPING) == [Op.FORWARD]
     assert ops(ENDS_KEEPING) == [Op.BACKWARD, Op.BACKWARD_WEIGHT]
     assert ops(MAKES_KEPT) == [Op.FORWARD, *ops(IS_COPY)]
     assert ops(NAMES_SLOT) == [*ops(IS_COMPUTE), *ops(IS_COPY)]
-
-
-@pytest.mark.parametrize(
-    ("index", "value", "maker", "taker"),
-    [(0, Value.OUTPUT, Op.FORWARD, Op.FORWARD), (1, Value.INPUT_GRADIENT, Op.BACKWARD_INPUT, Op.BACKWARD)],
-)
-def test_each_message_is_made_moved_and_taken(index, value, maker, taker):
-    send, receive = MESSAGES[value]
-
-    assert MADE[maker] == TAKEN[taker] == MOVED[send] == MOVED[receive] == index
-    assert np.flatnonzero(index == MOVED).tolist() == [send, receive]
-    assert MADE[Op.RECOMPUTE] == TAKEN[Op.RECOMPUTE] == MADE[Op.BACKWARD_WEIGHT] == -1
-
-
-def test_messages_go_to_the_neighbor_that_waits_for_them():
-    assert [peer_at(op) for op in (Op.SEND_FORWARD, Op.RECEIVE_FORWARD, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD)] == [
-        At.DOWNSTREAM,
-        At.UPSTREAM,
-        At.UPSTREAM,
-        At.DOWNSTREAM,
-    ]

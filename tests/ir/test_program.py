@@ -79,12 +79,6 @@ def test_few_rows_are_inserted_as_many_are(number):
     assert (grown.op == np.insert(program.op, rows, Op.UNSHARD)).all()
 
 
-@pytest.mark.parametrize("rank", [2, -3])
-def test_a_rank_that_does_not_exist_is_an_index_error(rank):
-    with pytest.raises(IndexError, match=f"rank {rank} of a program for 2 ranks"):
-        Program.from_schedule(SCHEDULE)[rank]
-
-
 def test_rows_are_inserted_before_and_after_others_and_stay_on_their_rank():
     program = Program.from_schedule(SCHEDULE)
     before, after = NewRows.before(np.array([4])), NewRows.after(np.array([3, 0]))
@@ -98,32 +92,6 @@ def test_rows_are_inserted_before_and_after_others_and_stay_on_their_rank():
         ["1UNSHARD", "1F0", "1F1", "1B0", "1B1"],
     ]
     assert grown.is_compute.sum() == 8
-
-
-def test_rows_inserted_at_one_place_keep_their_order():
-    program = Program.from_schedule(SCHEDULE)
-    key = NewRows.after(np.array([3, 3]))
-
-    grown = program.inserted(new_rows(key, [0, 0], [Op.REDUCE_GRADIENT, Op.RESHARD], [0, 0]))
-
-    assert texts(grown)[0][-2:] == ["0REDUCE_GRAD", "0RESHARD"]
-
-
-def test_inserting_leaves_the_original_as_it_was():
-    program = Program.from_schedule(SCHEDULE)
-
-    program.inserted(new_rows(NewRows.before(np.array([0])), [0], [Op.UNSHARD], [0]))
-
-    assert program.num_instructions == 8
-
-
-def test_reordering_takes_whole_rows():
-    program = Program.from_schedule(SCHEDULE).with_slots(np.arange(8, dtype=np.int32))
-
-    turned = program.reordered([np.array([1, 0, 2, 3]), np.arange(4)])
-
-    assert texts(turned)[0] == ["0F1", "0F0", "0B0", "0B1"]
-    assert [instruction.slot for instruction in turned[0]] == [1, 0, 2, 3]
 
 
 def test_a_reordered_program_says_anew_which_rows_compute():
@@ -153,11 +121,6 @@ def test_forward_only_means_no_backward_whatever_else_there_is():
 
     assert grown.is_forward_only
     assert not Program.from_schedule(SCHEDULE).is_forward_only
-
-
-def test_the_columns_cannot_be_changed():
-    with pytest.raises(ValueError, match="read-only"):
-        Program.from_schedule(SCHEDULE).slot[0] = 1
 
 
 def test_the_first_microbatches_keep_all_gathers():

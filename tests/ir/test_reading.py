@@ -5,7 +5,7 @@ from penstock.ir.formats import READABLE
 from penstock.ir.formats.deepspeed import to_deepspeed
 from penstock.ir.formats.megatron import to_megatron
 from penstock.ir.grid import to_grid
-from penstock.ir.reading import READERS, format_of, read_file, read_table
+from penstock.ir.reading import format_of, read_file, read_table
 from penstock.lowering import assign_slots, lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
@@ -54,10 +54,6 @@ def test_a_format_that_is_given_is_the_one_that_is_read(name):
             read_table(text, file="plan", format=other)
 
 
-def test_every_format_that_is_named_has_a_reader():
-    assert tuple(READERS) == READABLE
-
-
 def test_an_unknown_format_is_refused():
     with pytest.raises(ConfigError, match=r"format: 'jsn' is none that can be read; known: csv, .* 'json'\?"):
         read_table("{}", format="jsn")
@@ -85,13 +81,6 @@ def test_a_schedule_file_gives_the_schedule_its_name(tmp_path, name):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.csv"):
         read_file(tmp_path / "nowhere.csv")
-
-
-def test_a_file_may_hold_a_program(tmp_path):
-    path = tmp_path / "program.json"
-    path.write_text(lower(SCHEDULE).to_json())
-
-    assert read_file(path) == lower(SCHEDULE)
 
 
 def test_of_a_recorded_step_the_program_is_read_that_ran(tmp_path):

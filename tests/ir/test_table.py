@@ -9,7 +9,6 @@ from hypothesis import given
 from penstock.errors import ScheduleError
 from penstock.ir.action import Kind, OverlappedPair
 from penstock.ir.operations import IS_SEND, Op
-from penstock.ir.schedule import Schedule
 from penstock.ir.table import short_type
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -126,16 +125,6 @@ def test_stray_numbers_of_collectives_are_refused(op, column, told):
 
     with pytest.raises(ScheduleError, match=told):
         replace(PROGRAM, **{column: numbers})
-
-
-def test_a_schedule_holds_computations_alone():
-    schedule = build("1f1b", ranks=2, microbatches=2)
-    ops = schedule.op.copy()
-    ops[1] = Op.SEND_FORWARD
-
-    with pytest.raises(ScheduleError, match=r"rank 0, position 1: op 4 .* of a kind \(F, B, I, W or R\)"):
-        replace(schedule, op=ops)
-    assert isinstance(schedule, Schedule)
 
 
 @pytest.mark.parametrize("column", ["op", "joined", "offsets", "route_of_microbatch"])

@@ -47,14 +47,6 @@ def test_both_bubble_conventions_follow_their_definitions():
     assert timeline.bubble_rate == pytest.approx(1 - 3 / 8)
 
 
-def test_messages_are_no_work_and_do_not_stretch_the_makespan():
-    program = lower(build("1f1b", ranks=2, microbatches=2))
-    timeline = simulate(program, Costs.uniform(transfer=0.5))
-
-    assert timeline.work_s.tolist() == [6, 6]
-    assert timeline.makespan_s == timeline.end_s[program.is_compute].max()
-
-
 @pytest.mark.feature("H11")
 def test_the_seconds_of_each_operation_add_up_per_rank():
     program = lower(build("1f1b", ranks=2, microbatches=3))
@@ -75,14 +67,6 @@ def test_two_actions_that_overlap_count_their_time_once():
     assert timeline.bubble_fraction == 0
 
 
-def test_peaks_count_activations_and_their_bytes():
-    program = lower(build("gpipe", ranks=2, microbatches=5))
-    timeline = simulate(program, Costs.uniform(activation_bytes=(100, 10)))
-
-    assert timeline.peak_activations == [5, 5]
-    assert timeline.peak_bytes == [500, 50]
-
-
 def test_peaks_of_what_is_offloaded_are_those_of_the_host():
     program = lower(build("gpipe", ranks=2, microbatches=5), offload=[0])
     timeline = simulate(program, Costs.uniform(activation_bytes=(100, 10)))
@@ -92,13 +76,6 @@ def test_peaks_of_what_is_offloaded_are_those_of_the_host():
     assert timeline.peak_host_bytes == [400, 0]
     assert simulate(program, Costs.uniform()).peak_host_bytes == [0, 0]
     assert timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)]).peak_host_bytes == [0, 0]
-
-
-def test_a_timeline_cannot_be_changed():
-    timeline = timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)])
-
-    with pytest.raises(ValueError, match="read-only"):
-        timeline.start_s[0] = 1
 
 
 def test_a_step_lasts_from_the_first_to_the_last_of_all_instructions():

@@ -3,23 +3,11 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.ir.transports import MODELS, find_transports
-
-
-@pytest.mark.parametrize("name", ["posted", "rendezvous", "pair_fifo", "coalesced"])
-def test_each_model_is_found_by_its_name(name):
-    (model,) = find_transports(name)
-
-    assert str(model) == model.name == name
+from penstock.ir.transports import find_transports
 
 
 def test_all_means_every_model():
     assert [str(model) for model in find_transports("all")] == ["posted", "rendezvous", "pair_fifo", "coalesced"]
-
-
-def test_every_model_names_its_rule_and_a_backend():
-    assert all(model.meaning.endswith(".") and model.backend for model in MODELS)
-    assert len({model.meaning for model in MODELS}) == len({model.backend for model in MODELS}) == len(MODELS)
 
 
 @pytest.mark.parametrize("name", ["buffered", "buffered(1)", "buffered(12)", "buffered(x)"])

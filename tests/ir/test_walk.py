@@ -1,7 +1,6 @@
 """The walk: as early as possible, in order, complete exactly where an order can run."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,14 +33,6 @@ def test_whole_durations_make_whole_times(schedule):
     assert whole.start.dtype.kind == whole.end.dtype.kind == "i"
     assert np.array_equal(whole.start, times.start)
     assert np.array_equal(whole.end, times.end)
-
-
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 3), (2, 2), (4, 8)])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_the_makespan_is_that_of_the_formula(name, num_ranks, num_microbatches):
-    result = walked(build(name, ranks=num_ranks, microbatches=num_microbatches))
-
-    assert result.end.max() == 3 * (num_microbatches + num_ranks - 1)
 
 
 def test_a_lag_delays_its_edge_and_not_the_ranks():
@@ -93,13 +84,6 @@ def test_an_order_that_blocks_itself_stops_where_it_blocks():
     assert (result.end[1:] == NOT_RUN).all()
 
 
-def test_joined_rows_start_together_and_take_the_sum():
-    result = walked(schedule_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1\n1F0 1B0 1F1 1B1"))
-
-    assert result.start.tolist() == [0, 4, 4, 10, 1, 2, 7, 8]
-    assert result.end.tolist() == [1, 7, 7, 12, 2, 4, 8, 10]
-
-
 def test_joined_rows_do_not_wait_for_each_other():
     before = np.array([[1], [0], [1]], np.int32)
     joined = np.array([True, False, False])
@@ -111,22 +95,10 @@ def test_joined_rows_do_not_wait_for_each_other():
 
 
 @given(feasible_schedules())
-def test_orders_that_can_run_are_walked_to_their_end(schedule):
-    result = walked(schedule)
-
-    before = predecessors(schedule)
-    joined_to = np.cumsum(~np.concatenate([[False], schedule.joined[:-1]]))
-    assert result.is_complete
-    for row in range(schedule.num_actions):
-        for other in before[row]:
-            together = other != NONE and joined_to[other] == joined_to[row]
-            assert other == NONE or together or result.end[other] <= result.start[row]
-
-
-@given(feasible_schedules())
 def test_no_row_could_start_earlier(schedule):
     result = walked(schedule)
 
+    assert result.is_complete
     before, row = predecessors(schedule), 0
     while row < schedule.num_actions:
         last = row + int(schedule.joined[row])

@@ -18,7 +18,6 @@ from penstock.ir.whole import (
 )
 from penstock.lowering import lower
 from penstock.placement import Placement
-from penstock.schedules import build
 from tests.simulation.drawing import sharded
 from tests.strategies import feasible_schedules
 
@@ -30,35 +29,32 @@ def spans(program):
     return [(unit, str(program.instruction(begin)), str(program.instruction(end))) for unit, begin, end in rows]
 
 
-def test_gradients_are_whole_until_a_computation_waits_for_what_is_gathered_behind_their_reduction():
-    program = sharded(
+SPANS = {
+    "until a computation waits for what is gathered behind their reduction": (
         "0UNSHARD 0F0 1UNSHARD 1F0 1B0 1REDUCE_GRAD 1RESHARD 0F1 0B0 0REDUCE_GRAD 0RESHARD 1UNSHARD 0F2 1F1 1B1 "
-        "1REDUCE_GRAD 1RESHARD"
-    )
-
-    assert spans(program) == [(0, "0B0", "0F2"), (1, "1B0", "0F2"), (1, "1B1", "1RESHARD")]
-
-
-def test_a_pair_of_which_one_waits_for_a_later_gather_runs_without_gradients_before_it():
-    program = sharded("1UNSHARD 1F0 2UNSHARD 1B0 1REDUCE_GRAD 0UNSHARD (2F1;0F2)OVERLAP_F_B 0B2")
-
-    assert spans(program) == [(0, "0B2", "0B2"), (1, "1B0", "0UNSHARD")]
-
-
-def test_a_later_reduction_that_is_awaited_ends_those_before_it():
-    program = sharded("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD 0REDUCE_TIED0 0STEP")
-
-    assert spans(program) == [(0, "0B0", "0RESHARD")]
-
-
-def test_gradients_that_are_never_reduced_stay_to_the_end_of_their_rank():
-    program = sharded("0UNSHARD 0F0 0SEND_F0 0RECV_B0 0B0", "1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RESHARD")
-
-    assert spans(program) == [(0, "0B0", "0B0"), (1, "1B0", "1RESHARD")]
+        "1REDUCE_GRAD 1RESHARD",
+        [(0, "0B0", "0F2"), (1, "1B0", "0F2"), (1, "1B1", "1RESHARD")],
+    ),
+    "not while a pair runs of which one waits for a later gather": (
+        "1UNSHARD 1F0 2UNSHARD 1B0 1REDUCE_GRAD 0UNSHARD (2F1;0F2)OVERLAP_F_B 0B2",
+        [(0, "0B2", "0B2"), (1, "1B0", "0UNSHARD")],
+    ),
+    "until a later reduction is awaited": (
+        "0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD 0REDUCE_TIED0 0STEP", [(0, "0B0", "0RESHARD")],
+    ),
+    "to the end of the rank if they are never reduced": (
+        "0UNSHARD 0F0 0SEND_F0 0RECV_B0 0B0\n1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RESHARD",
+        [(0, "0B0", "0B0"), (1, "1B0", "1RESHARD")],
+    ),
+    "never where nobody gathers the stage": (
+        "0F0 1UNSHARD 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD", [(1, "1B0", "0REDUCE_GRAD")],
+    ),
+}  # fmt: skip
 
 
-def test_stages_that_nobody_gathers_have_none():
-    assert spans(sharded("0F0 1UNSHARD 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD")) == [(1, "1B0", "0REDUCE_GRAD")]
+@pytest.mark.parametrize(("drawing", "expected"), SPANS.values(), ids=SPANS)
+def test_gradients_are_whole(drawing, expected):
+    assert spans(sharded(*drawing.splitlines())) == expected
 
 
 def test_a_unit_is_sharded_with_all_its_stages_and_has_its_gradients_together():
@@ -112,11 +108,3 @@ def test_every_gradient_is_within_a_span_of_its_unit_and_spans_of_a_unit_do_not_
         assert np.count_nonzero(is_inside) == 1
     ranks = program.rank_of_row
     assert (ranks[found.begin] == ranks[found.end]).all()
-
-
-def test_with_little_room_few_gradients_are_whole_at_once():
-    program = lower(build("looped-bfs", ranks=2, microbatches=4, stages_per_rank=4), shard="full", residency=2)
-    found = whole_gradients(program)
-    at_once = [np.count_nonzero((found.begin <= row) & (row <= found.end)) for row in range(program.offsets[1])]
-
-    assert max(at_once) == 2

@@ -8,41 +8,26 @@ from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, 
 from penstock.ir.grid import to_grid
 from penstock.ir.reading import read_table
 from penstock.ir.writing import WRITERS, write_table
-from penstock.lowering import assign_slots, lower
+from penstock.lowering import lower
 from penstock.schedules import build
-from tests.strategies import ends, feasible_schedules, schedules
+from tests.strategies import schedules
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 
 
+@pytest.mark.feature("X13", "B19")
 @given(schedule=schedules())
 def test_schedules_of_every_family_read_back_as_the_same_from_every_format(schedule):
     for name in ("csv", "json", "grid"):
-        assert read_table(write_table(schedule, name), format=name) == schedule
+        again = read_table(write_table(schedule, name), format=name)
+        assert again == schedule
+        assert again.placement == schedule.placement
     for name in ("deepspeed", "deepspeed-old", "megatron"):
         try:
             text = write_table(schedule, name)
         except ConfigError:
             continue
         assert read_table(text) == schedule
-
-
-@given(schedule=schedules())
-def test_programs_of_every_family_read_back_as_the_same(schedule):
-    program = lower(schedule)
-
-    assert read_table(write_table(program, "json")) == program
-    from_csv = read_table(write_table(program, "csv"))
-    if program.is_compute.all():  # such a text tells of no program
-        assert from_csv == schedule
-    else:
-        assert assign_slots(from_csv) == program
-
-
-@given(schedule=feasible_schedules())
-def test_the_actions_of_a_program_are_the_schedule_that_it_came_from(schedule):
-    assert lower(schedule, tied_groups=[ends(schedule)]).actions() == schedule
-    assert schedule.actions() is schedule
 
 
 @pytest.mark.parametrize("name", WRITABLE)

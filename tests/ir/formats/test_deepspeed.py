@@ -3,13 +3,11 @@
 from textwrap import dedent
 
 import pytest
-from hypothesis import given, reject
 
-from penstock.errors import ConfigError, FormatError
+from penstock.errors import FormatError
 from penstock.ir.formats import deepspeed
 from penstock.ir.formats.deepspeed import from_deepspeed, to_deepspeed
 from penstock.schedules import build
-from tests.strategies import schedules
 
 LISTING = """\
 DeepSpeed TrainSchedule
@@ -33,61 +31,31 @@ rank 0, 1 buffer: L0 F0 B0|L0 F0 B0|L0 F0 B0 RDG OPT
 SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 
 
-@pytest.mark.feature("B14")
-def test_a_listing_has_a_line_for_each_rank():
-    assert to_deepspeed(SCHEDULE) == LISTING
-
-
-def test_the_old_order_is_written_on_request():
-    assert to_deepspeed(SCHEDULE, old=True) == OLD
-
-
-def test_forwards_alone_are_an_inference_schedule():
-    assert to_deepspeed(build("1f1b", ranks=2, microbatches=3, forward_only=True)) == INFERENCE
-
-
-def test_sequential_on_one_rank_is_a_data_parallel_schedule():
-    assert to_deepspeed(build("sequential", ranks=1, microbatches=3)) == DATA_PARALLEL
-
-
 def test_the_docstring_shows_a_listing():
     drawn = [line for line in dedent(deepspeed.__doc__).splitlines() if "rank " in line and "buffers:" in line]
 
     assert [line.strip() for line in drawn] == to_deepspeed(build("1f1b", ranks=2, microbatches=2)).splitlines()[1:]
 
 
+@pytest.mark.feature("B14")
 @pytest.mark.parametrize(
     ("text", "schedule"),
     [
         (LISTING, SCHEDULE),
         (OLD, SCHEDULE),
-        (INFERENCE, build("forward-only", ranks=2, microbatches=3)),
+        (INFERENCE, build("1f1b", ranks=2, microbatches=3, forward_only=True)),
         (DATA_PARALLEL, build("sequential", ranks=1, microbatches=3)),
-        (to_deepspeed(build("gpipe", ranks=3, microbatches=4)), build("gpipe", ranks=3, microbatches=4)),
     ],
 )
-def test_a_listing_is_read_as_its_schedule(text, schedule):
+def test_a_listing_is_written_and_read_as_its_schedule(text, schedule):
+    assert to_deepspeed(schedule, old=text is OLD) == text
     assert from_deepspeed(text) == schedule
-
-
-@given(schedule=schedules())
-def test_what_can_be_written_reads_back_as_the_same(schedule):
-    for old in (False, True):
-        try:
-            text = to_deepspeed(schedule, old=old)
-        except ConfigError:
-            reject()
-        assert from_deepspeed(text) == schedule
 
 
 def test_blanks_and_empty_lines_do_not_count():
     loose = LISTING.replace("|", " |\t").replace("\n", "\r\n\r\n").replace("rank 0,", "  rank  0,")
 
     assert from_deepspeed("\n" + loose.replace("DeepSpeed Train", "deepspeed  train")) == SCHEDULE
-
-
-def test_a_schedule_gets_the_name_that_the_reader_gives():
-    assert from_deepspeed(LISTING, name="mine").name == "mine"
 
 
 def test_a_data_parallel_schedule_keeps_the_name_by_which_it_is_written():
@@ -105,15 +73,11 @@ def test_a_data_parallel_schedule_keeps_the_name_by_which_it_is_written():
         ("rank 0, 2", "rank 0, 3", "2:50", "F0; expected F2, as 3 buffers take turns"),
         ("SA0|L1", "SX0|L1", "2:26", "'SX0' is no instruction"),
         ("SA0|L1", "|L1", "2:26", "the end of the step in step 1 of rank 0; expected SA0"),
-        ("SA0|L1", "SA0 RG0|L1", "2:30", "RG0 in step 1 of rank 0; expected the end of the step"),
         ("RG0 SA1 B0", "SA1 RG0 B0", "2:36", "SA1 in step 3 of rank 0; expected RG0"),
         ("|RA0 L0 F0|B0", "|RA0 L0 F0|B1", "3:31", "B1: nothing is in buffer 1; expected F1 before it"),
-        ("RTG RDG OPT\nrank 1", "RDG RTG OPT\nrank 1", "2:72", "RDG in step 7 of rank 0; expected RTG"),
         ("SG0 RTG RDG OPT", "SG0 RTG RDG OPT|", "3:84", "9 steps; expected 8 for this order"),
         ("L0 F0|RG1 SA0 B1||RG0 B0", "RG1 SA0 B1||", "3:1", "rank 1 has 3 F; expected 2, as rank 0 has"),
         ("RG1 SA0 B1||RG0 B0", "RG0 SA0 B0||RG1 B1", "1:1", "0B1 cannot run in the step after 1B1"),
-        ("L1 F1|RG0", "L0 F0|RG0", "2:33", "F0; expected F1, as 2 buffers take turns"),
-        ("rank 1, 2 buffers", "rank 1, 0 buffers", "3:1", "no line of rank 1"),
         (
             "1, 2 buffers: |RA0 L0 F0|B0|SG0 RA1 L1 F1|B1|SG1 RA0 L0 F0|B0|",
             "1, 3 buffers: |F0|B0|F1|B1|F2|B2|",

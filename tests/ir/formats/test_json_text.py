@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
@@ -54,13 +54,6 @@ def test_a_program_reads_back_as_itself(schedule, has_step):
     assert (again.num_microbatches, again.num_slices) == (program.num_microbatches, program.num_slices)
 
 
-def test_a_schedule_is_written_with_one_line_per_rank():
-    lines = build("gpipe", ranks=2, microbatches=1).to_json().splitlines()
-
-    assert '    ["0F0","0B0"],' in lines
-    assert '    ["1F0","1B0"]' in lines
-
-
 def test_the_text_says_what_it_holds():
     assert kind_of_json(SCHEDULE.to_json()) == "penstock-schedule"
     assert kind_of_json(PROGRAM.to_json()) == "penstock-program"
@@ -89,23 +82,17 @@ def test_what_is_no_json_is_refused_with_line_and_column(text, line, column):
     [
         (["format"], "penstock-program", r"format: .* expected 'penstock-schedule'"),
         (["version"], 2, "version: 2 cannot be read here; expected 1"),
-        (["version"], True, "version: true cannot be read here"),
         (["extra"], 1, r'"extra" is no key'),
         (["microbatch"], 1, r"Did you mean 'microbatches'"),
         (["name"], 7, "name: 7 is no text"),
         (["microbatches"], 0, "microbatches: 0 does not fit"),
-        (["microbatches"], True, "microbatches: true does not fit"),
         (["microbatches"], 4, "route_of_microbatch: 3 entries; expected 4"),
         (["slices"], 2**31 - 1, "far more than the 12 actions"),
-        (["slices"], 1.5, "slices: 1.5 does not fit"),
         (["route_of_microbatch", 1], 1, r"route_of_microbatch\[1\]: 1 does not fit"),
         (["placement"], [], r"placement: \[\] is no object"),
         (["placement", "extra"], 1, r'placement: "extra" is no key'),
         (["placement", "style"], None, "placement.style: null is no text"),
-        (["placement", "rank_of_stage"], [0, 2], "placement: .* every rank from 0"),
         (["placement", "rank_of_stage", 0], -1, r"placement.rank_of_stage\[0\]: -1 does not fit"),
-        (["placement", "routes"], [[0], [0]], "placement: .*exactly one route"),
-        (["placement", "routes"], [[0, 1], []], "placement: .*route 1 has no stages"),
         (["placement", "routes", 0, 1], "1", r"placement.routes\[0\]\[1\]: \"1\" does not fit"),
         (["ranks"], {}, r"ranks: {} is no list"),
         (["ranks"], [["0F0"]], "ranks: 1 lists; expected 2"),
@@ -193,7 +180,6 @@ def test_every_key_is_needed(key):
         Program.from_json(json.dumps(document))
 
 
-@settings(max_examples=100)
 @given(st.sampled_from(sorted(json.loads(PROGRAM.to_json()))), ANYTHING)
 def test_whatever_stands_at_a_key_nothing_but_a_format_error_comes_out(key, value):
     text = with_value(PROGRAM.to_json(), [key], value)
