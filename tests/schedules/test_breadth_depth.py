@@ -38,37 +38,10 @@ def test_a_group_is_done_before_the_next_begins():
     assert_drawn("breadth-depth")
 
 
-@pytest.mark.feature("B8")
-def test_slices_come_back_in_reverse():
-    assert_grid(
-        build("breadth-depth", ranks=2, microbatches=2, stages_per_rank=1, slices=2),
-        """
-        0F0 0F0.1 0F1 0F1.1 0B0.1 0B0 0B1.1 0B1
-        1F0 1F0.1 1F1 1F1.1 1B0.1 1B0 1B1.1 1B1
-        """,
-    )
-
-
-def test_in_time_each_group_has_its_bubble():
-    assert_grid(
-        build("breadth-depth", ranks=2, microbatches=2, stages_per_rank=1, depth=2),
-        """
-        0F0 .   .   .   0B0 =   0F1 .   .   .   0B1 =
-        .   1F0 1B0 =   .   .   .   1F1 1B1 =
-        """,
-    )
-
-
 def test_without_options_it_is_looped_bfs():
     shape = {"ranks": 3, "microbatches": 5}
 
     assert build("breadth-depth", **shape) == build("looped-bfs", **shape)
-
-
-def test_one_rank_at_full_depth_is_sequential():
-    shape = {"ranks": 1, "microbatches": 3}
-
-    assert build("breadth-depth", depth=3, stages_per_rank=1, **shape) == build("sequential", **shape)
 
 
 @pytest.mark.parametrize("options", [{"breadth": 3}, {"depth": 2}, {"breadth": 3, "depth": 2}])
@@ -76,16 +49,6 @@ def test_groups_differ_where_they_do_not_divide(options):
     assert_grid(
         build("breadth-depth", ranks=1, microbatches=5, stages_per_rank=1, **options),
         "0F0 0F2 0F4 0B0 0B2 0B4 0F1 0F3 0B1 0B3",
-    )
-
-
-def test_any_number_of_stages_runs():
-    assert_grid(
-        build("breadth-depth", ranks=2, microbatches=2, stages=3, depth=2),
-        """
-        0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1
-        1F0 1B0 1F1 1B1
-        """,
     )
 
 

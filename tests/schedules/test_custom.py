@@ -22,11 +22,6 @@ def looped(ranks, microbatches, stages_per_rank=2):
         yield [f"{stage}F{microbatch}" for stage in stages for microbatch in range(microbatches)]
 
 
-def sliced(ranks, microbatches, slices):
-    parts = [f"{microbatch}.{part}" for microbatch in range(microbatches) for part in range(slices)]
-    return [[f"{rank}F{part}" for part in parts] for rank in range(ranks)]
-
-
 def noting(seen):
     """A function that notes its arguments."""
 
@@ -70,26 +65,6 @@ def test_options_get_the_type_of_their_default():
     }
 
 
-def test_options_that_are_given_in_python_stay_as_they_are():
-    seen, value = {}, object()
-
-    build(noting(seen), **SIZE, depth=2.5, other=value)
-
-    assert (seen["depth"], seen["other"], seen["eager"]) == (2.5, value, False)
-
-
-def test_any_option_is_passed_to_a_function_that_takes_any():
-    seen = {}
-
-    def note(ranks, microbatches, **options):
-        seen.update(options)
-        return all_forward_first(ranks, microbatches)
-
-    build(note, **SIZE, colour="red")
-
-    assert seen == {"colour": "red"}
-
-
 @pytest.mark.parametrize(
     ("asked", "num_stages"),
     [({}, 4), ({"stages_per_rank": 3}, 6), ({"stages": 2}, 2), ({"stages": 4, "stages_per_rank": 2}, 4)],
@@ -115,20 +90,14 @@ def test_numbers_without_a_default_are_one_stage_per_rank():
     assert build(both, **SIZE).num_stages == 2
 
 
-def test_slices_reach_a_function_that_takes_them():
-    assert build(sliced, **SIZE, slices=3).num_slices == 3
-
-
 @pytest.mark.parametrize(
     ("function", "asked", "told"),
     [
         (all_forward_first, {"depth": "2"}, "depth: all_forward_first has no option 'depth'; its options: recompute"),
         (noting({}), {"dept": "2"}, "its options: depth, share, .*recompute.* Did you mean 'depth'"),
         (noting({}), {"depth": "two"}, "depth: 'two' is not a value of it; give a whole number"),
-        (noting({}), {"share": "half"}, "share: 'half' is not a value of it; give a number"),
         (noting({}), {"eager": "1"}, "eager: '1' is not a value of it; give true or false"),
         (all_forward_first, {"stages_per_rank": 2}, "stages_per_rank: all_forward_first does not take it; add"),
-        (all_forward_first, {"stages": 3}, "stages_per_rank: all_forward_first does not take it; add"),
         (all_forward_first, {"slices": 2}, "slices: all_forward_first does not take it; add"),
         (looped, {"stages": 5}, "stages: looped made a schedule with 4, but 5 were asked for"),
         (lambda ranks, microbatches: ["0F0", "1F0"], {}, "microbatches: <lambda> made a schedule with 1, but 2"),
@@ -136,7 +105,6 @@ def test_slices_reach_a_function_that_takes_them():
         (lambda ranks, /: [], {}, "takes 'ranks' by position only; leave out the /"),
         (lambda ranks: 1 // 0, {}, r"test_custom\.py:\d+: <lambda> failed: ZeroDivisionError"),
         (None, {}, "name: None; give the name of a family, or a function"),
-        (3, {}, "name: 3 of type int; give the name"),
         (max, {}, "max does not say what it takes"),
     ],
 )
@@ -148,15 +116,6 @@ def test_what_a_function_cannot_do_is_refused(function, asked, told):
 def test_a_count_below_1_is_refused_before_the_function_is_called():
     with pytest.raises(ConfigError, match="ranks: 0 is below 1"):
         build(lambda ranks: 1 // 0, ranks=0, microbatches=1)
-
-
-def test_rows_that_another_rank_would_run_are_refused():
-    with pytest.raises(ConfigError, match="mixed_up, row 2: stage 0 is on rank 0 and on rank 1"):
-        build(mixed_up, **SIZE)
-
-
-def mixed_up(ranks, microbatches):
-    return ["0F0 0F1", "1F0 0F1"]
 
 
 def short_on_rank_1(rank, ranks, microbatches):
@@ -203,11 +162,3 @@ def test_a_microbatch_that_one_rank_never_runs_is_refused():
     told = r"short_on_rank_1: stage 1 runs 2 forwards of 3 microbatches; expected one each, so let the repeats"
     with pytest.raises(ScheduleError, match=told):
         build(short_on_rank_1, ranks=2, microbatches=3)
-
-
-@pytest.mark.parametrize("function", [all_forward_first, noting({})])
-def test_the_forwards_alone_keep_the_name(function):
-    whole, forwards = build(function, **SIZE), build(function, **SIZE, forward_only=True)
-
-    assert forwards == whole.forward_only()
-    assert forwards.name == whole.name

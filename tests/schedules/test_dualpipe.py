@@ -1,20 +1,9 @@
-"""`dualpipe`: its order as drawn, its placement, and what it refuses."""
+"""`dualpipe`: its placement, and what it refuses."""
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedules import build
-from tests.grids import assert_grid
-
-
-def test_the_directions_meet_on_two_ranks():
-    assert_grid(
-        build("dualpipe", ranks=2, microbatches=4, overlap=False),
-        """
-        0F0 3F2 0F1 3B2 =   3F3 0B0 =   3B3 =   0I1 0W1
-        2F2 1F0 2F3 1B0 =   1F1 2B2 =   1B1 =   2I3 2W3
-        """,
-    )
 
 
 def test_half_of_the_microbatches_travels_each_way():

@@ -1,7 +1,5 @@
 """The eight steps: what one rank runs between its near stage 0 and its far stage 9."""
 
-import pytest
-
 from penstock.schedules import FAMILIES
 from penstock.schedules.eight_steps import eight_steps
 
@@ -27,33 +25,6 @@ def test_a_rank_before_the_fold_runs_all_eight_steps():
         "0W4 0W5",
     ]
     assert str(order) == " ".join(steps)
-
-
-def test_at_the_fold_the_first_forward_and_backward_are_not_overlapped():
-    order = made(outer=0, inner=2, microbatches=4)
-
-    steps = [
-        "0F0 9F20 0F1 9F21",
-        "0F2 9B20 (9F22;0B0) (0F3;9B21) (9F23;0B1)",
-        "9B22 0B2 9I23 0I3",
-        "9W23 0W3",
-    ]
-    assert str(order) == " ".join(steps)
-
-
-@pytest.mark.parametrize("inner", [1, 2, 3, 4])
-def test_the_later_half_of_the_last_backwards_is_split(inner):
-    order = made(outer=0, inner=inner, microbatches=2 * inner)
-
-    last = str(order).split()[-3 * inner : -inner]
-    assert ["I" in word for word in last] == [False] * inner + [True] * inner
-
-
-def test_more_microbatches_make_the_steady_state_longer():
-    short, long = made(outer=2, inner=1, microbatches=6), made(outer=2, inner=1, microbatches=16)
-
-    assert len(long.rows) - len(short.rows) == 10 * 4
-    assert int(long.joined.sum()) - int(short.joined.sum()) == 10 * 2
 
 
 def test_without_overlap_the_same_actions_run_one_after_the_other():

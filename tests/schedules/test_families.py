@@ -1,53 +1,20 @@
-"""Properties that families share: orders as drawn, forwards alone, proofs of every size, work; both DualPipes."""
+"""Properties that families share: orders as drawn, proofs of every size and its forwards, work; both DualPipes."""
 
 import pytest
 
 from penstock.placement import Placement
 from penstock.planning import prove_and_lower
 from penstock.schedules import FAMILIES, build
-from tests.grids import assert_grid
 from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import built, recorded
 from tests.schedules.timing import bubble, published, timeline
 from tests.work import lines_run
 
-FORWARDS = {
-    "sequential": ({"ranks": 2, "microbatches": 2}, "0F0 0F1\n1F0 1F1"),
-    "gpipe": ({"ranks": 2, "microbatches": 2}, "0F0 0F1\n1F0 1F1"),
-    "1f1b": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 0F2\n1F0 1F1 1F2"),
-    "zb-h1": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 0F2\n1F0 1F1 1F2"),
-    "zb-h2": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 0F2\n1F0 1F1 1F2"),
-    "looped-bfs": ({"ranks": 2, "microbatches": 2}, "0F0 0F1 2F0 2F1\n1F0 1F1 3F0 3F1"),
-    "breadth-depth": ({"ranks": 2, "microbatches": 2, "depth": 2}, "0F0 2F0 0F1 2F1\n1F0 3F0 1F1 3F1"),
-    "group-interleaved": ({"ranks": 2, "microbatches": 3}, "0F0 0F1 2F0 2F1 0F2 2F2\n1F0 1F1 3F0 3F1 1F2 3F2"),
-    "interleaved-1f1b": (
-        {"ranks": 2, "microbatches": 3, "group_size": 2},
-        "0F0 0F1 2F0 2F1 0F2 2F2\n1F0 1F1 3F0 3F1 1F2 3F2",
-    ),
-    "seq1f1b": ({"ranks": 2, "microbatches": 2, "slices": 2}, "0F0 0F0.1 0F1 0F1.1\n1F0 1F0.1 1F1 1F1.1"),
-    "zbv": (
-        {"ranks": 2, "microbatches": 4},
-        """
-        0F0 0F1 0F2 3F0 3F1 0F3 3F2 3F3
-        1F0 2F0 1F1 2F1 1F2 2F2 1F3 2F3
-        """,
-    ),
-    "chimera": (
-        {"ranks": 4, "microbatches": 4},
-        """
-        0F0 0F1 .   7F2 .   7F3
-        .   1F0 6F2 1F1 6F3
-        .   5F2 2F0 5F3 2F1
-        4F2 4F3 .   3F0 .   3F1
-        """,
-    ),
-}
-
-ANY_RANKS, ANY_MICROBATCHES = range(1, 9), [1, 2, 3, 5, 7, 8, 12, 16, 17]
+ANY_RANKS, ANY_MICROBATCHES = (1, 2, 3, 5, 8), [1, 2, 3, 5, 8, 12]
 PROVED = {
     "seq1f1b": (ANY_RANKS, ANY_MICROBATCHES, [{"slices": slices} for slices in (1, 2, 3, 4)]),
-    "zb-h1": (ANY_RANKS, [*range(1, 10), 14, 15, 17], [{"backward": "split"}, {"backward": "whole"}]),
-    "zb-h2": (ANY_RANKS, [*range(1, 10), 14, 15, 17], [{}]),
+    "zb-h1": (ANY_RANKS, ANY_MICROBATCHES, [{"backward": "split"}, {"backward": "whole"}]),
+    "zb-h2": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
     "zbv": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
     "v-min": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
     "v-half": (ANY_RANKS, ANY_MICROBATCHES, [{}]),
@@ -76,16 +43,14 @@ def test_a_v_is_placed_as_one(name):
     assert build(name, ranks=3, microbatches=5).placement == Placement.vee(3)
 
 
-@pytest.mark.parametrize("name", FORWARDS)
-def test_forward_only_has_the_forwards_alone(name):
-    shape, drawing = FORWARDS[name]
-
-    assert_grid(build(name, **shape, forward_only=True), drawing)
-
-
 @pytest.mark.parametrize(
     ("name", "microbatches", "options"),
-    [(name, number, each) for name, (_, numbers, options) in PROVED.items() for number in numbers for each in options],
+    [
+        pytest.param(name, number, each, marks=pytest.mark.slow if place % 2 else ())
+        for name, (_, numbers, options) in PROVED.items()
+        for place, number in enumerate(numbers)
+        for each in options
+    ],
     ids=str,
 )
 def test_every_size_is_proved_and_its_forwards_alone_keep_their_order(name, microbatches, options):

@@ -13,17 +13,6 @@ def test_all_forwards_come_before_all_backwards():
     assert_drawn("gpipe")
 
 
-def test_in_time_the_bubble_is_between_the_phases():
-    assert_grid(
-        build("gpipe", ranks=3, microbatches=2),
-        """
-        0F0 0F1 .   .   .   .   .   .   0B0 =   0B1 =
-        .   1F0 1F1 .   .   .   1B0 =   1B1 =
-        .   .   2F0 2F1 2B0 =   2B1 =
-        """,
-    )
-
-
 def test_backwards_can_descend():
     assert_grid(
         build("gpipe", ranks=2, microbatches=3, backward_order="descending"),

@@ -9,16 +9,6 @@ from tests.schedules.groupings import PARTS, SHAPES, assert_formulas_hold, group
 from tests.schedules.timing import timeline
 
 
-def test_in_time_one_action_is_left_of_the_bubble():
-    assert_grid(
-        build("interleaved-zb", ranks=2, microbatches=2),
-        """
-        0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
-        .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
-        """,
-    )
-
-
 def test_small_groups_are_as_in_interleaved_1f1b():
     assert_grid(
         build("interleaved-zb", ranks=2, microbatches=3, group_size=2),
@@ -29,26 +19,10 @@ def test_small_groups_are_as_in_interleaved_1f1b():
     )
 
 
-def test_any_number_of_stages_runs():
-    assert_grid(
-        build("interleaved-zb", ranks=2, microbatches=2, stages=3),
-        """
-        0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
-        1F0 1F1 1I0 1I1 1W0 1W1
-        """,
-    )
-
-
 def test_one_stage_per_rank_is_zb_h1():
     shape = {"ranks": 4, "microbatches": 6}
 
     assert build("interleaved-zb", stages_per_rank=1, **shape) == build("zb-h1", **shape)
-
-
-def test_forward_only_has_the_forwards_alone():
-    shape = {"ranks": 3, "microbatches": 6, "forward_only": True}
-
-    assert build("interleaved-zb", **shape) == build("interleaved-1f1b", **shape)
 
 
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
@@ -64,13 +38,6 @@ def test_every_rank_holds_as_much(ranks, per_rank, microbatches):
 
     most = (per_rank - 1) * group_of_torch(ranks, microbatches) + ranks
     assert found.peak_activations == [min(per_rank * microbatches, most)] * ranks
-
-
-@pytest.mark.parametrize("group", [2, 3])
-def test_small_groups_hold_less(group):
-    found = timeline("interleaved-zb", 4, 12, stages_per_rank=3, group_size=group)
-
-    assert found.peak_activations == [2 * group + 4] * 4
 
 
 @pytest.mark.feature("X38")

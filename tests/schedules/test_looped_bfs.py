@@ -3,7 +3,6 @@
 import pytest
 
 from penstock.schedules import build
-from tests.grids import assert_grid
 from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import built, recorded
 from tests.schedules.timing import timeline
@@ -12,40 +11,6 @@ from tests.schedules.timing import timeline
 @pytest.mark.feature("B7")
 def test_all_microbatches_run_on_a_stage_before_the_next():
     assert_drawn("looped-bfs")
-
-
-def test_backwards_can_descend():
-    assert_grid(
-        build("looped-bfs", ranks=2, microbatches=2, backward_order="descending"),
-        """
-        0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
-        1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
-        """,
-    )
-
-
-def test_fewer_microbatches_than_ranks_wait_for_the_loop():
-    assert_grid(
-        build("looped-bfs", ranks=3, microbatches=2),
-        """
-        0F0 0F1 .   3F0 3F1 .   .   .   .   .   .   3B0 =   3B1 =   .   .   0B0 =   0B1 =
-        .   1F0 1F1 .   4F0 4F1 .   .   .   4B0 =   4B1 =   .   .   1B0 =   1B1 =
-        .   .   2F0 2F1 .   5F0 5F1 5B0 =   5B1 =   .   .   2B0 =   2B1 =
-        """,
-    )
-
-
-def test_any_number_of_stages_runs():
-    schedule = build("looped-bfs", ranks=2, microbatches=2, stages=3)
-
-    assert schedule.placement.style == "loop"
-    assert_grid(
-        schedule,
-        """
-        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-        1F0 1F1 1B0 1B1
-        """,
-    )
 
 
 def test_one_stage_per_rank_is_gpipe():

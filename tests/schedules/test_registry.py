@@ -43,11 +43,6 @@ def test_its_options_and_limits_are_those_of_any_family():
         build("zigzag", **SIZE, stages_per_rank=2)
 
 
-@pytest.mark.usefixtures("zigzag")
-def test_forwards_alone_are_taken_out_of_what_it_gives():
-    assert_grid(build("zigzag", **SIZE, forward_only=True), "0F0 0F1\n1F0 1F1")
-
-
 @pytest.mark.feature("0.3")
 @pytest.mark.usefixtures("zigzag")
 def test_an_unknown_name_is_told_with_the_nearest_of_all():
@@ -155,7 +150,6 @@ def test_paths_and_what_is_no_text_are_not_taken_for_names(text):
     assert not is_family_name(text)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "is_loaded"), [("1f1b", False), ("1f1bb", True)])
 def test_distributions_are_searched_only_for_a_name_that_is_not_ours(name, is_loaded):
     program = (

@@ -1,11 +1,10 @@
-"""`seq1f1b`: its order as drawn, as recorded from another system, and its published makespans and peaks."""
+"""`seq1f1b`: its order as recorded from another system, and its makespans and peaks by their formulas."""
 
 from itertools import product
 
 import pytest
 
 from penstock.schedules import build
-from tests.grids import assert_grid
 from tests.schedules.golden import built, orders, recorded, sizes
 from tests.schedules.timing import timeline
 
@@ -13,18 +12,6 @@ from tests.schedules.timing import timeline
 def timed(ranks, microbatches, slices):
     """The timeline where the forward of a whole microbatch takes 4 s on a stage, and each part of its backward too."""
     return timeline("seq1f1b", ranks, microbatches, (4 / slices, 4 / slices, 4 / slices), slices=slices)
-
-
-def test_fewer_slices_in_all_than_the_warm_up_shorten_it():
-    assert_grid(
-        build("seq1f1b", ranks=4, microbatches=1, slices=3),
-        """
-        0F0 0F0.1 0F0.2 0B0.2 0B0.1 0B0
-        1F0 1F0.1 1F0.2 1B0.2 1B0.1 1B0
-        2F0 2F0.1 2F0.2 2B0.2 2B0.1 2B0
-        3F0 3F0.1 3F0.2 3B0.2 3B0.1 3B0
-        """,
-    )
 
 
 def test_one_slice_is_1f1b():
@@ -36,16 +23,6 @@ def test_one_slice_is_1f1b():
 @pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "seq1f1b"))
 def test_the_order_is_that_of_the_zero_bubble_code(key, ranks):
     assert built("seq1f1b", key, slices=sizes(key)["s"]) == ranks
-
-
-@pytest.mark.parametrize(
-    ("ranks", "slices", "makespan_s", "peak"), [(4, 1, 132, 4), (4, 2, 114, 5), (4, 4, 105, 7), (8, 8, 106.5, 15)]
-)
-def test_makespan_and_peak_are_as_published(ranks, slices, makespan_s, peak):
-    found = timed(ranks, 8, slices)
-
-    assert found.makespan_s == makespan_s
-    assert max(found.peak_activations) == peak
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])

@@ -18,18 +18,6 @@ def test_one_microbatch_goes_through_all_ranks_before_the_next():
     )
 
 
-def test_four_ranks_as_in_its_docstring():
-    assert_grid(
-        build("sequential", ranks=4, microbatches=2),
-        """
-        0F0 0B0 0F1 0B1
-        1F0 1B0 1F1 1B1
-        2F0 2B0 2F1 2B1
-        3F0 3B0 3F1 3B1
-        """,
-    )
-
-
 @pytest.mark.feature("B1")
 @pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "no_pipelining/train"))
 def test_one_rank_does_what_megatron_does_without_pipelining(key, ranks):

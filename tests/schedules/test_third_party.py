@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.ir.action import OverlappedPair
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.schedules import build
@@ -62,14 +61,6 @@ def test_a_schedule_is_taken_as_it_is():
     assert as_schedule(schedule, "mine", num_ranks=1) is schedule
 
 
-def test_overlapped_pairs_are_rows_too():
-    pair = OverlappedPair(parse_action("0F1"), parse_action("0B0"))
-
-    schedule = as_schedule([["0F0", pair, "0B1"]], "mine", num_ranks=1)
-
-    assert schedule[0][1] == pair
-
-
 def test_phases_may_be_of_any_placement_that_rows_can_be():
     down, up = phases(repeat(2, f(0), f(3, first=2))), phases(repeat(2, f(1), f(2, first=2)))
     slices = [phases(repeat(4, f(rank)), slices=2) for rank in range(2)]
@@ -89,13 +80,11 @@ def test_phases_may_be_of_any_placement_that_rows_can_be():
         ([PHASES[0], phases()], "mine, row 2: rank 1 has no actions"),
         ([PHASES[0], PHASES[0]], "mine, row 2: stage 0 is on rank 0 and on rank 1"),
         (None, "mine gave None; expected one row per rank"),
-        (7, "mine gave 7 of type int; expected one row per rank"),
         ([["0F0"]], "mine gave 1 rows for 2 ranks"),
         ((["0F0"] for _ in iter(int, 1)), "mine gave more than 2 rows for 2 ranks"),
         ([["0F0"], None], "mine gave None for rank 1; expected a text or a list of actions"),
         ([["0F0"], ["1F0", 3]], "mine gave 3 of type int in the row of rank 1; expected actions"),
         ([["0F0"], ["1X0"]], "mine, row 2: '1X0' is not an action"),
-        ([["0F0"], []], "mine, row 2: rank 1 has no actions"),
         ("", "mine, row 1: the drawing is empty"),
     ],
 )

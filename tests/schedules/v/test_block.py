@@ -7,12 +7,8 @@ import pytest
 
 from penstock.ir.live import peak_activations
 from penstock.schedules import build
-from penstock.schedules.family import Shape
-from penstock.schedules.options import Options
 from penstock.schedules.v import one_f_one_b_v, v_half, v_min, v_zb
-from penstock.schedules.v.block import split_schedule, whole_schedule
 from penstock.schedules.v.slots import fill_weights, repeat, widen_backwards
-from tests.grids import assert_grid
 from tests.schedules.docstrings import drawn
 from tests.schedules.golden import built, recorded
 from tests.schedules.timing import published, timeline
@@ -37,38 +33,6 @@ def with_weights(name, slots):
     return fill_weights(slots) if name in SPLIT else widen_backwards(slots)
 
 
-def one_rank(num_ranks):
-    return np.array([[0, 1, 2, 4]])
-
-
-def made(generate):
-    """The schedule of two microbatches on one rank."""
-    return generate(Shape(1, 2, 2, 1), Options())
-
-
-def test_three_microbatches_of_v_min_before_anything_moves_are_those_of_the_package_page():
-    assert_table(
-        fill_weights(repeat(v_min.block(4), 3)),
-        """
-        rank 0:  F  .  .  .  .  .  F  f  b  w  .  .  F  f  b  B  w  w  .  f  b  B  w  w  .  .  .  B  w
-        rank 1:  .  F  .  .  .  .  f  F  .  b  w  .  f  F  B  b  w  w  f  .  B  b  w  w  .  .  B  w
-        rank 2:  .  .  F  .  .  f  .  .  F  .  b  f  w  B  F  w  b  f  w  B  w  .  b  w  .  B  w
-        rank 3:  .  .  .  F  f  .  .  .  .  F  f  b  B  w  w  F  f  b  B  w  w  .  .  b  B  w  w
-        """,
-    )
-
-
-def test_a_block_becomes_a_schedule_with_backwards_in_two_parts():
-    assert_grid(
-        made(split_schedule("one rank", one_rank)),
-        "0F0 1F0 1I0 1W0 0I0 0W0 0F1 1F1 1I1 0I1 1W1 0W1",
-    )
-
-
-def test_a_block_becomes_a_schedule_with_whole_backwards():
-    assert_grid(made(whole_schedule("one rank", one_rank)), "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
-
-
 @pytest.mark.parametrize(
     ("key", "ranks"), [case for word in FAMILY_OF_RECORD for case in recorded("zero_bubble", f"{word}/")]
 )
@@ -89,7 +53,11 @@ def test_bubble_and_memory_are_as_published(row):
     assert max(found.peak_activations) == row["peak_activations"]
 
 
-@pytest.mark.parametrize("costs", list(product([1, 2, 3, 4], repeat=3)), ids=str)
+@pytest.mark.parametrize(
+    "costs",
+    [pytest.param(each, marks=pytest.mark.slow if 4 in each else ()) for each in product([1, 2, 4], repeat=3)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", LIMITS)
 def test_only_costs_beyond_the_limits_of_the_family_add_to_the_bubble_with_every_microbatch(name, costs):
     microbatches, are_within = LIMITS[name]
