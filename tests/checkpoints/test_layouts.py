@@ -38,10 +38,6 @@ LAYOUTS = [
     Layout(2, 2, is_sharded=True),
     Layout(1, 3, is_sharded=True),
 ]
-PRECISIONS = {
-    "float32": (torch.float32, adamw, LAYOUTS),
-    "main weights": (torch.bfloat16, main_adamw, [Layout(1, 1), Layout(2, 2), Layout(1, 3, is_sharded=True)]),
-}
 
 
 def save(pipeline, folder, make_optimizer=adamw):
@@ -68,7 +64,13 @@ def load_each(pipeline, folders, make_optimizer):
 
 
 @pytest.mark.feature("X27", "X51")
-@pytest.mark.parametrize(("dtype", "make_optimizer", "layouts"), PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize(
+    ("dtype", "make_optimizer", "layouts"),
+    [
+        pytest.param(torch.float32, adamw, LAYOUTS, id="float32", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, main_adamw, [LAYOUTS[0], LAYOUTS[4], LAYOUTS[6]], id="main weights"),
+    ],
+)
 def test_what_any_layout_saved_any_other_loads_bit_for_bit(tmp_path, dtype, make_optimizer, layouts):
     folders = {str(layout): tmp_path / str(layout) for layout in layouts}
     make_layers = partial(uneven_layers, dtype)
@@ -135,8 +137,16 @@ def test_weights_alone_are_saved_and_loaded_by_any_layout(tmp_path, monkeypatch,
         assert run(other, load_own_weights, tmp_path) == [[]] * other.pipeline * other.data
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(2, 2, is_sharded=True)], ids=str)
-@pytest.mark.parametrize("schedule", ["dualpipe", "tied"])
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("dualpipe", Layout(2, 2)),
+        ("tied", Layout(2, 2)),
+        pytest.param("dualpipe", Layout(2, 2, is_sharded=True), marks=pytest.mark.slow),
+        pytest.param("tied", Layout(2, 2, is_sharded=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_tied_parameters_and_two_routes_are_saved_once_and_loaded_into_every_copy(tmp_path, layout, schedule):
     tied_head = schedule == "tied"
     layout = replace(layout, schedule="1f1b" if tied_head else schedule)

@@ -1,7 +1,6 @@
 """Loading into any number of ranks, schedule, split and placement."""
 
 import os
-import pickle
 import random
 from pathlib import Path
 
@@ -10,91 +9,45 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.checkpoints import shards
 from penstock.checkpoints.loading import load_checkpoint, local_weights_of
 from penstock.checkpoints.manifest import MANIFEST, manifest_bytes, read_manifest
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError, PenstockWarning
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.checkpoints.layouts import Layout, fill, forget, known, run, stepped, wrong
+from tests.checkpoints.layouts import Layout, fill, forget, run, stepped, wrong
 from tests.checkpoints.training import adamw, assert_equal, train, train_on
 from tests.local_pipelines import error_of, on_ranks
 from tests.train.local_ranks import on_small_pipelines, small_layers, small_pipeline
 
-LAYOUTS = [
-    (1, {}),
-    (2, {"schedule": "gpipe"}),
-    (2, {"schedule": "interleaved-1f1b"}),
-    (2, {"schedule": "zbv"}),
-    (3, {"schedule": "zb-h1"}),
-    (3, {"split": [5, 1, 1]}),
-    (4, {"schedule": "gpipe"}),
-]
-"""Those that visit the microbatches of a stage in order, so that they have the bits of one process."""
-TWO_ROUTES = [(2, {"schedule": "dualpipe"}), (2, {"schedule": "chimera"})]
 
-
-def layout_id(layout):
-    return f"{layout[0]} ranks, {next(iter(layout[1].values()), '1f1b')}" if isinstance(layout, tuple) else ""
-
-
-def largest_difference(found, expected):
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["apart", "tied"])
-def trained(request, tmp_path_factory):
-    """The options of a model, what six steps on 4 ranks make of it, and a folder with the checkpoint of the third."""
-    how = {"dtype": "float64", "tied_head": request.param}
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Losses and weights of six steps on 4 ranks, and a folder with the checkpoint of the third."""
     folder = tmp_path_factory.mktemp("saved")
-    train_on(4, 0, 3, save=folder, **how)
-    return how, train_on(4, 0, 6, **how)[:2], folder
+    train_on(4, 0, 3, save=folder)
+    return *train_on(4, 0, 6)[:2], folder
 
 
 @pytest.mark.feature("X27", "X51")
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [*LAYOUTS, *TWO_ROUTES], ids=layout_id)
-def test_what_4_ranks_saved_continues_on_any_layout_bit_for_bit(trained, layout):
-    """Losses and weights agree also where bits need not: over two routes, and where tied weights are on two ranks."""
-    how, (losses, weights), folder = trained
-    num_ranks, options = layout
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(1, {}), (2, {"schedule": "zbv"}), (3, {"split": [5, 1, 1]})], ids=str
+)
+def test_what_4_ranks_saved_continues_on_any_schedule_and_split_bit_for_bit(trained, num_ranks, options):
+    losses, weights, folder = trained
 
-    found, continued, extra = train_on(num_ranks, 3, 6, load=folder, **how, **options)
+    found, continued, extra = train_on(num_ranks, 3, 6, load=folder, **options)
 
     assert extra == {"at": 3}
-    assert found == pytest.approx(losses[3:], abs=1e-12, rel=0)
-    assert largest_difference(continued, {name: weights[name] for name in continued if name in weights}) < 1e-12
-    if how["tied_head"]:
-        embedding = continued["embedding.weight"]
-        assert torch.equal(continued.get("head.weight", weights["embedding.weight"]), embedding)
-    elif layout in LAYOUTS:
-        assert found == losses[3:]
-        assert_equal(continued, weights)
+    assert found == losses[3:]
+    assert_equal(continued, weights)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
-def test_two_routes_save_each_tensor_once_and_continue_on_one_rank(tmp_path, schedule):
-    losses, weights, _ = train_on(2, 0, 4, dtype="float64", schedule=schedule)
-    train_on(2, 0, 2, dtype="float64", schedule=schedule, save=tmp_path)
+def test_weights_of_half_precision_continue_bit_for_bit(tmp_path):
+    losses, weights, _ = train_on(1, 0, 4, dtype="bfloat16")
+    train_on(1, 0, 2, dtype="bfloat16", save=tmp_path)
 
-    again, same, _ = train_on(2, 2, 4, dtype="float64", schedule=schedule, load=tmp_path)
-    found, continued, _ = train_on(1, 2, 4, dtype="float64", load=tmp_path)
-
-    assert again == losses[2:]
-    assert_equal(same, weights)
-    assert found == pytest.approx(losses[2:], abs=1e-12, rel=0)
-    assert largest_difference(continued, weights) < 1e-12
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_same_layout_continues_bit_for_bit(tmp_path, num_ranks, dtype):
-    losses, weights, _ = train_on(num_ranks, 0, 5, dtype=dtype)
-    train_on(num_ranks, 0, 2, dtype=dtype, save=tmp_path)
-
-    found, continued, _ = train_on(num_ranks, 2, 5, dtype=dtype, load=tmp_path)
+    found, continued, _ = train_on(1, 2, 4, dtype="bfloat16", load=tmp_path)
 
     assert found == losses[2:]
     assert_equal(continued, weights)
@@ -199,9 +152,8 @@ def test_weights_alone_may_be_loaded(folder):
     pipeline.close()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_random_numbers_that_are_none_are_refused_before_weights_change(tmp_path, num_ranks):
-    train_on(num_ranks, 0, 2, save=tmp_path)
+def test_random_numbers_that_are_none_are_refused_before_weights_change(tmp_path):
+    train_on(2, 0, 2, save=tmp_path)
     manifest = read_manifest(tmp_path / "step-2")
     manifest.random[-1] = {}
     (tmp_path / "step-2" / MANIFEST).write_bytes(manifest_bytes(manifest))
@@ -212,39 +164,8 @@ def test_random_numbers_that_are_none_are_refused_before_weights_change(tmp_path
         assert_equal(dict(pipeline.state_dict()), before)
         return error
 
-    errors = on_small_pipelines(num_ranks, case)
+    errors = on_small_pipelines(2, case)
     assert all("step-2: `random` is not what generators" in str(error) for error in errors)
-
-
-def test_a_moment_that_is_missing_is_named(folder):
-    manifest = read_manifest(folder / "step-2")
-    del manifest.optimizer.state["norm.weight"].tensors["exp_avg_sq"]
-    (folder / "step-2" / MANIFEST).write_bytes(manifest_bytes(manifest))
-
-    assert "the optimizer's state of 'norm.weight' lacks exp_avg_sq, which others have" in refused(folder)
-
-
-def test_a_pickle_is_refused(folder):
-    (folder / "step-2" / ".metadata").write_bytes(pickle.dumps({}))
-
-    assert "step-2: holds a pickle (.metadata)" in refused(folder)
-
-
-def test_an_error_of_reading_is_one_on_every_rank(folder, monkeypatch):
-    def fail(path, names, rows):
-        raise CheckpointError(f"{path.name}: gone meanwhile")
-
-    monkeypatch.setattr(shards, "read_tensors", fail)
-
-    assert "gone meanwhile" in refused(folder)
-
-
-def test_the_first_names_are_public(tmp_path):
-    pipeline = small_pipeline(None)
-    ps.save_checkpoint(tmp_path, pipeline, step=3, extra={"a": [1, None, {"b": 0.1}]})
-
-    assert ps.load_checkpoint(tmp_path, pipeline) == {"a": [1, None, {"b": 0.1}]}
-    pipeline.close()
 
 
 def test_another_reader_of_such_files_reads_the_weights(tmp_path):
@@ -260,12 +181,11 @@ def test_another_reader_of_such_files_reads_the_weights(tmp_path):
     assert_equal(found, weights)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_path_that_is_not_utf8_saves_and_loads(tmp_path, num_ranks):
+def test_a_path_that_is_not_utf8_saves_and_loads(tmp_path):
     folder = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))
-    _, weights, _ = train_on(num_ranks, 0, 2, save=folder)
+    _, weights, _ = train_on(2, 0, 2, save=folder)
 
-    _, found, extra = train_on(num_ranks, 2, 2, load=folder)
+    _, found, extra = train_on(2, 2, 2, load=folder)
 
     assert_equal(found, weights)
     assert extra == {"at": 2}
@@ -296,28 +216,6 @@ def test_a_rank_with_shards_reads_its_rows_and_whole_buffers():
     assert {"0.scale", "0.running", "0.count"} <= set(first[1])
 
 
-def test_replicas_read_all_of_what_they_hold():
-    assert [rows for rows, _ in run(Layout(2, 2), rows_of_tensors)] == [{}] * 4
-
-
-def fill_from_files(pipeline):
-    weights = local_weights_of(pipeline)
-    rows, read = weights.rows(), {}
-    for name, tensor in weights.tensors.items():
-        whole = known(f"{name}:", tensor.shape, tensor.local.dtype)
-        read[weights.saved_names[name]] = whole if name not in rows else whole[rows[name].start : rows[name].stop]
-    before = {id(parameter) for parameter in pipeline.parameters()}
-    weights.load(pipeline, read)
-    return wrong(pipeline), {id(parameter) for parameter in pipeline.parameters()} == before
-
-
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(2, 2), Layout(1, 3, is_sharded=True)], ids=str)
-def test_what_was_read_is_copied_into_the_parameters_that_are_there(layout):
-    for found, are_the_same in run(layout, fill_from_files):
-        assert found == []
-        assert are_the_same
-
-
 class Other(torch.nn.Linear):
     def get_extra_state(self):
         return 3
@@ -343,8 +241,17 @@ def optimizer_on(pipeline, ranks):
     return stepped(adamw(pipeline.parameters())) if pipeline.rank in ranks else None
 
 
-@pytest.mark.parametrize("layout", [Layout(2), Layout(4), Layout(2, 2), Layout(2, 2, is_sharded=True)], ids=str)
-@pytest.mark.parametrize(("saving", "loading"), [({0}, {0}), ({1}, {1}), ({0, 1}, {1}), ({0, 1}, {0}), ({1}, ())])
+@pytest.mark.parametrize(
+    ("layout", "saving", "loading"),
+    [
+        (Layout(2), {0}, {0}),
+        (Layout(4), {1}, {1}),
+        (Layout(2, 2), {0, 1}, {1}),
+        (Layout(2, 2, is_sharded=True), {0, 1}, {0}),
+        (Layout(2), {1}, ()),
+    ],
+    ids=str,
+)
 def test_an_optimizer_on_some_ranks_is_saved_and_loaded_and_the_next_calls_run(tmp_path, layout, saving, loading):
     def case(pipeline):
         optimizer = optimizer_on(pipeline, saving)
@@ -372,14 +279,3 @@ def test_an_optimizer_on_a_rank_that_had_none_is_refused_on_all(tmp_path):
     found = run(Layout(2), case)
     assert all("AdamW held no parameter '2.matrix'" in words for words, _ in found)
     assert len({norm for _, norm in found}) == 1
-
-
-def test_another_extra_on_a_rank_is_refused_on_all_and_the_next_save_runs(tmp_path):
-    def case(pipeline):
-        error = error_of(save_checkpoint, tmp_path, pipeline, step=1, extra={"rank": pipeline.control.rank})
-        save_checkpoint(tmp_path, pipeline, step=2, extra={"rank": "any"})
-        return str(error), load_checkpoint(tmp_path, pipeline)
-
-    for words, extra in run(Layout(2, 2, is_sharded=True), case):
-        assert "has another `extra` than rank 0" in words
-        assert extra == {"rank": "any"}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from penstock.checkpoints.local_tensors import LocalTensor, distributed_like, local_tensor_of
+from penstock.checkpoints.local_tensors import distributed_like, local_tensor_of
 from penstock.errors import CheckpointError
 from tests.checkpoints.layouts import places_of
 
@@ -99,7 +99,3 @@ def test_a_wrapped_tensor_of_several_dimensions_of_a_mesh_is_refused():
 
     with pytest.raises(CheckpointError, match="is a DTensor of shape"):
         local_tensor_of("w", tensor, places_of(0, 4))
-
-
-def test_all_of_a_held_tensor_is_here_unless_rows_say_otherwise():
-    assert LocalTensor(torch.ones(2), (2,)).rows is None

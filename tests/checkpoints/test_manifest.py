@@ -12,7 +12,7 @@ from penstock.checkpoints import manifest
 from penstock.checkpoints.manifest import MANIFEST, Manifest, UnreadableFormat, manifest_bytes, read_manifest
 from penstock.errors import CheckpointError
 
-NUM_FLIPS = 600
+NUM_FLIPS = 100
 
 
 def small_manifest(**changes):

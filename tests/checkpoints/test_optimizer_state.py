@@ -143,19 +143,12 @@ def test_what_an_optimizer_needs_is_looked_for_before_anything_changes():
             require_loadable(optimizer, entry, names_of(given), "here")
 
 
-def test_a_parameter_that_was_never_stepped_has_no_state():
+@pytest.mark.parametrize("has_main_weight", [False, True])
+def test_a_parameter_that_was_never_stepped_has_no_state_or_its_main_weight_alone(has_main_weight):
     entry = saved()
-    del entry.state["b"]
-
-    require_loadable(torch.optim.SGD((given := parameters()).values()), entry, names_of(given), "here")
-
-
-def test_a_parameter_that_was_never_stepped_may_have_its_main_weight_alone():
-    entry = saved()
-    for name, state in entry.state.items():
-        state.tensors["main_weight"] = state.tensors["m"]
-        if name == "b":
-            del state.tensors["m"], state.tensors["v"]
+    for state in entry.state.values():
+        state.tensors |= {"main_weight": state.tensors["m"]} if has_main_weight else {}
+    entry.state["b"].tensors = {"main_weight": entry.state["b"].tensors["m"]} if has_main_weight else {}
 
     require_loadable(torch.optim.SGD((given := parameters()).values()), entry, names_of(given), "here")
 

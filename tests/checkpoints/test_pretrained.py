@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.checkpoints.pretrained import files_of, find_weights, load_weights, require_weights
-from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError
 from tests.checkpoints.training import assert_equal, train_on
 from tests.local_pipelines import error_of
@@ -46,13 +45,6 @@ def test_one_file_is_loaded_by_any_number_of_ranks(weights, tmp_path):
 
     for num_ranks in (1, 3):
         assert_equal(loaded(tmp_path / "some.safetensors", num_ranks), weights)
-    assert_equal(loaded(tmp_path), weights)
-
-
-@pytest.mark.feature("X50")
-def test_files_with_an_index_are_loaded(weights, tmp_path):
-    in_shards(weights, tmp_path)
-
     assert_equal(loaded(tmp_path), weights)
 
 
@@ -128,16 +120,6 @@ def test_a_wrong_index_is_named(tmp_path, text):
 
     with pytest.raises(CheckpointError, match=r"x\.safetensors\.index\.json: "):
         files_of(tmp_path)
-
-
-def test_a_checkpoint_that_is_damaged_is_refused(tmp_path):
-    pipeline = small_pipeline(None)
-    save_checkpoint(tmp_path, pipeline, step=1)
-    shard = next((tmp_path / "step-1").glob("weights-*"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-    assert "were written" in str(error_of(lambda: load_weights(tmp_path, pipeline)))
-    pipeline.close()
 
 
 def test_weights_of_another_model_are_found_by_names_and_shapes_before_a_model_is_built(weights, tmp_path):

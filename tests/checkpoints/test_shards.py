@@ -23,7 +23,7 @@ from penstock.checkpoints.shards import (
 )
 from penstock.errors import CheckpointError
 
-NUM_FLIPS = 400
+NUM_FLIPS = 100
 
 
 @pytest.fixture
@@ -44,12 +44,6 @@ def test_every_type_and_shape_comes_back(path):
     }
     assert record == record_of(path)
     assert problem_of(path, record) == ""
-
-
-def test_only_the_tensors_that_are_asked_for_are_read(path):
-    write_shard(path, {"a": torch.zeros(2), "b": torch.ones(2)})
-
-    assert list(read_tensors(path, ["b"])) == ["b"]
 
 
 @pytest.mark.parametrize("rows", [range(1, 3), range(5), range(4, 5), range(5, 5), range(0)], ids=str)

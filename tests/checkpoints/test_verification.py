@@ -1,21 +1,16 @@
 """Finding a checkpoint that is as it was written."""
 
 import pickle
-import random
-import shutil
 
 import pytest
 
 from penstock.checkpoints import manifest
 from penstock.checkpoints.manifest import MANIFEST, UnreadableFormat, manifest_bytes, read_manifest
-from penstock.checkpoints.verification import candidates, find_newest, latest_checkpoint, newest_readable, verify
+from penstock.checkpoints.verification import candidates, find_newest, latest_checkpoint, newest_readable
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
-from tests.checkpoints.training import train
 from tests.local_pipelines import error_of, on_ranks
 from tests.train.local_ranks import on_small_pipelines
-
-NUM_FLIPS = 1000
 
 
 def find(folder, num_ranks=2):
@@ -26,13 +21,13 @@ def files_of(checkpoint):
     return sorted(path.name for path in checkpoint.iterdir())
 
 
-def flip(path, place, bit=0):
+def flip(path):
     content = bytearray(path.read_bytes())
-    content[place] ^= 1 << bit
+    content[-1] ^= 1
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_newest_is_found_by_any_number_of_ranks(folder, num_ranks):
     found = find(folder, num_ranks)
 
@@ -58,32 +53,13 @@ def test_a_folder_of_checkpoints_may_be_named_as_one(folder):
     assert candidates(within / "step-2") == [within / "step-2"], "a damaged one is not left out in silence"
 
 
-@pytest.mark.slow
-def test_any_of_1000_flipped_bits_is_found_and_its_file_named(folder):
-    checkpoint, chance = folder / "step-2", random.Random(2)
-    names = files_of(checkpoint)
-    sizes = [(checkpoint / name).stat().st_size for name in names]
-    missed = []
-
-    for _ in range(NUM_FLIPS):
-        (name,) = chance.choices(names, sizes)
-        place, bit = chance.randrange((checkpoint / name).stat().st_size), chance.randrange(8)
-        flip(checkpoint / name, place, bit)
-        error = error_of(lambda: verify(checkpoint))
-        if f"{checkpoint / name}: was changed or damaged" not in str(error):
-            missed.append((name, place, bit, error))
-        flip(checkpoint / name, place, bit)
-
-    assert missed == []
-    verify(checkpoint)
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
-@pytest.mark.parametrize("damage", [cut, lambda path: path.unlink(), lambda path: flip(path, -1)])
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize(
+    ("number", "damage"), [(0, cut), (0, lambda path: path.unlink()), (1, lambda path: path.unlink()), (5, flip)]
+)
 def test_a_damaged_file_is_named_and_the_next_older_one_taken(folder, damage, number):
     path = folder / "step-2" / files_of(folder / "step-2")[number]
     damage(path)
@@ -95,8 +71,15 @@ def test_a_damaged_file_is_named_and_the_next_older_one_taken(folder, damage, nu
     assert str(path) in found[0].damaged[0] or (path.name == MANIFEST and "holds no" in found[0].damaged[0])
 
 
-@pytest.mark.parametrize("name", ["extra", MANIFEST, "weights-00001-of-00002.safetensors"])
-@pytest.mark.parametrize("target", ["nothing", "itself"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("extra", "itself"),
+        (MANIFEST, "nothing"),
+        (MANIFEST, "itself"),
+        ("weights-00001-of-00002.safetensors", "itself"),
+    ],
+)
 def test_a_link_to_nothing_in_the_newest_lets_the_older_one_be_taken(folder, name, target):
     link = folder / "step-2" / name
     link.unlink(missing_ok=True)
@@ -106,23 +89,6 @@ def test_a_link_to_nothing_in_the_newest_lets_the_older_one_be_taken(folder, nam
 
     assert found.path == folder / ("step-2" if name == "extra" else "step-1")
     assert len(found.damaged) == (name != "extra")
-
-
-def test_files_that_are_exchanged_are_found(folder):
-    names = [name for name in files_of(folder / "step-2") if name.startswith("weights-")]
-    first, second = (folder / "step-2" / name for name in names)
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-
-    assert find(folder)[0].path == folder / "step-1"
-
-
-def test_a_file_of_another_step_is_found(folder):
-    name = next(name for name in files_of(folder / "step-2") if name.startswith("optimizer-"))
-    shutil.copy(folder / "step-1" / name, folder / "step-2" / name)
-
-    assert find(folder)[0].path == folder / "step-1"
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
@@ -188,18 +154,13 @@ def test_what_rank_0_sees_counts_on_all_ranks(folder, tmp_path):
     assert on_small_pipelines(2, case) == [folder / "step-2"] * 2
 
 
-def test_where_no_checkpoint_can_be_every_rank_is_told(folder, tmp_path):
+def test_where_no_checkpoint_can_be_every_rank_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    for step in (1, 2):
-        (folder / f"step-{step}" / MANIFEST).unlink()
 
-    for path, told in (
-        (tmp_path / "file", "file: is no folder"),
-        (folder, "none of 2 checkpoints is as it was written"),
-    ):
-        errors = on_small_pipelines(2, lambda pipeline, path=path: error_of(latest_checkpoint, path, pipeline))
-        assert [type(error) for error in errors] == [CheckpointError] * 2
-        assert told in str(errors[1])
+    errors = on_small_pipelines(2, lambda pipeline: error_of(latest_checkpoint, tmp_path / "file", pipeline))
+
+    assert [type(error) for error in errors] == [CheckpointError] * 2
+    assert "file: is no folder" in str(errors[1])
 
 
 def test_a_name_that_is_no_path_is_an_error_on_all_ranks_only_where_rank_0_has_it(folder):
@@ -244,10 +205,3 @@ def test_a_damaged_newest_one_may_still_have_an_older_one_that_is_taken(folder):
 
     assert "none of 2 checkpoints is as it was written. Put back a copy that is whole" in str(error)
     assert newest_readable(folder / "none") is None
-
-
-def test_a_half_written_one_is_no_candidate(folder):
-    (folder / "step-2").rename(folder / "step-3.0123456789ab.partial")
-
-    assert find(folder)[0].path == folder / "step-1"
-    assert train(*on_ranks(1, lambda wires: wires), 1, 2, load=folder)[2] == {"at": 1}
