@@ -165,12 +165,3 @@ def test_it_adds_nothing_to_what_a_layer_has_and_saves():
 
     assert [name for name, _ in layer.named_parameters()] == ["router.weight", "router.bias"]
     assert list(layer.state_dict()) == ["router.weight", "router.bias"]
-
-
-def test_a_copy_of_a_layer_collects_for_itself():
-    layer = Router()
-    other = copy.deepcopy(layer)
-
-    layer.z_loss.add(torch.tensor(1.0))
-
-    assert other.z_loss.take() is None

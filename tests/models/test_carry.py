@@ -1,7 +1,5 @@
 """A carry forwards what was put in a slice, and does nothing where sequences are whole."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -49,15 +47,6 @@ def test_what_a_slice_puts_the_next_one_gets():
     assert torch.equal(left, first[:, -1:])
 
 
-def test_what_was_put_is_not_seen_in_the_same_slice():
-    carry = Carry()
-    carry.begin_slice("before", keeps=True)
-
-    carry.put("now")
-
-    assert carry.get() == "before"
-
-
 def test_a_slice_that_keeps_nothing_may_put_again_and_again():
     carry = Carry()
     carry.begin_slice("before", keeps=False)
@@ -66,16 +55,6 @@ def test_a_slice_that_keeps_nothing_may_put_again_and_again():
     carry.put("two")
 
     assert carry.get() == "before"
-    assert carry.end_slice() is None
-
-
-def test_between_slices_it_holds_nothing():
-    carry = Carry()
-    carry.begin_slice("before", keeps=True)
-    carry.put("now")
-
-    assert carry.end_slice() == "now"
-    assert carry.get() is None
     assert carry.end_slice() is None
 
 
@@ -108,12 +87,3 @@ def test_it_adds_nothing_to_what_a_layer_has_and_saves():
     assert list(layer.parameters()) == []
     assert layer.state_dict() == {}
     assert [type(module) for module in layer.modules()] == [RunningSum, Carry]
-
-
-def test_a_copy_of_a_layer_carries_for_itself():
-    layer = RunningSum()
-    other = copy.deepcopy(layer)
-
-    layer.carry.begin_slice("before", keeps=True)
-
-    assert other.carry.get() is None
