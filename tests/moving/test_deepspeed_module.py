@@ -6,7 +6,6 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.moving.deepspeed_module import FunctionLayer, LayerSpec, PipelineModule, TiedLayerSpec
-from penstock.train.measuring.measure import measure_layers
 from tests.local_pipelines import error_of
 
 LAYERS = [
@@ -61,13 +60,6 @@ def test_first_values_depend_on_the_seed_and_the_place_alone():
 
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_measured_seconds_are_weights_too():
-    layers = [LayerSpec(nn.Linear, 4, 4), torch.tanh]
-    times = measure_layers(PipelineModule(layers).specs(), (torch.ones(2, 4),), num_rounds=1)
-
-    assert PipelineModule(layers, partition_method=times.weights).weights == list(times.weights)
 
 
 @pytest.mark.feature("X29")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.moving.megatron import get_forward_backward_func
@@ -18,12 +17,12 @@ from tests.moving.megatron_model import (
     one_process,
     squares,
 )
-from tests.moving.own_layers import Wrapper, assert_gradients, gradients
+from tests.moving.own_layers import assert_gradients, gradients
 
 
-def parts_of(rank, num_ranks, num_parts, wrap=lambda part: part):
+def parts_of(rank, num_ranks, num_parts):
     num_stages = num_ranks * num_parts
-    return {stage: wrap(Part(stage, num_stages)) for stage in range(rank, num_stages, num_ranks)}
+    return {stage: Part(stage, num_stages) for stage in range(rank, num_stages, num_ranks)}
 
 
 def data_of(stage, num_stages, num_microbatches):
@@ -31,8 +30,8 @@ def data_of(stage, num_stages, num_microbatches):
     return iter(microbatches(num_microbatches)) if stage in (0, num_stages - 1) else None
 
 
-def train(rank, num_ranks, num_parts, num_microbatches, *, step=forward_step, wrap=lambda part: part, **options):
-    parts = parts_of(rank, num_ranks, num_parts, wrap)
+def train(rank, num_ranks, num_parts, num_microbatches, *, step=forward_step, **options):
+    parts = parts_of(rank, num_ranks, num_parts)
     forward_backward_func = get_forward_backward_func(**options)
     reported = forward_backward_func(
         forward_step_func=step,
@@ -45,7 +44,7 @@ def train(rank, num_ranks, num_parts, num_microbatches, *, step=forward_step, wr
     )
     loss = forward_backward_func.result.loss
     forward_backward_func.close()
-    return reported, loss, gradients({stage: innermost(part) for stage, part in parts.items()})
+    return reported, loss, gradients(parts)
 
 
 def train_on(num_ranks, *sizes, **options):
@@ -75,10 +74,6 @@ def on_parts(body, **options):
     return on_ranks(2, case)
 
 
-def innermost(model):
-    return innermost(model.module) if isinstance(model, Wrapper) else model
-
-
 def mean_squares(output, item):
     return squares(output, item).mean()
 
@@ -96,59 +91,11 @@ def check(outcomes, num_stages, num_microbatches):
 
 
 @pytest.mark.feature("A12", "C9")
-@pytest.mark.parametrize(("num_parts", "num_microbatches"), [(1, 4), (1, 1), (2, 4), (2, 3)])
-def test_a_forward_step_trains_as_one_process_does(num_parts, num_microbatches):
-    outcomes = train_on(2, num_parts, num_microbatches)
+@pytest.mark.parametrize(("num_ranks", "num_parts", "num_microbatches"), [(1, 1, 4), (2, 1, 1), (2, 1, 4), (2, 2, 3)])
+def test_a_forward_step_trains_as_one_process_does(num_ranks, num_parts, num_microbatches):
+    outcomes = train_on(num_ranks, num_parts, num_microbatches)
 
-    check(outcomes, 2 * num_parts, num_microbatches)
-
-
-def test_on_one_rank_there_is_no_pipeline_and_the_same_code():
-    check(train_on(1, 1, 4), 1, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_on_gloo_too(two_ranks, num_parts):
-    check(two_ranks.run(train, 2, num_parts, 4), 2 * num_parts, 4)
-
-
-def test_a_zero_bubble_schedule_runs_the_same_step():
-    outcomes = train_on(2, 1, 6, schedule="zb-h1")
-
-    check(outcomes, 2, 6)
-
-
-@pytest.mark.feature("F9")
-def test_set_input_tensor_is_reached_through_wrappers():
-    def wrapped(part):
-        return Wrapper(Wrapper(part))
-
-    outcomes = train_on(2, 2, 4, wrap=wrapped)
-
-    check(outcomes, 4, 4)
-
-
-def test_a_part_without_set_input_tensor_is_refused_unless_it_is_the_first():
-    def case(transport):
-        call = get_forward_backward_func(transport=transport)
-        return error_of(run, call, nn.Linear(6, 6), microbatches(2))
-
-    assert_errors(on_ranks(2, case), ConfigError, "part 0 of the model is stage 1 and has no set_input_tensor")
-
-
-def test_losses_summed_over_tokens_are_those_of_the_whole_batch():
-    outcomes = train_on(2, 1, 5, step=forward_step_per_token, count_tokens=count_tokens)
-
-    items = microbatches(5)
-    counts = [float(count_tokens(item)) for item in items]
-    assert len(set(counts)) > 1
-    weights = [count / sum(counts) for count in counts]
-    losses, expected = one_process(2, items, lambda o, i: (squares(o, i) * i["mask"]).sum() / i["mask"].sum(), weights)
-    assert_gradients([found for *_, found in outcomes], expected)
-    assert [float(row["lm loss"][1]) for row in outcomes[1][0]] == counts
-    whole = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    torch.testing.assert_close(outcomes[0][1], whole, rtol=1e-12, atol=0)
+    check(outcomes, num_ranks * num_parts, num_microbatches)
 
 
 def test_three_values_without_a_count_weigh_microbatches_alike():
@@ -160,24 +107,25 @@ def test_three_values_without_a_count_weigh_microbatches_alike():
     assert_gradients([found for *_, found in outcomes], one_process(2, microbatches(4), loss_of, [0.25] * 4)[1])
 
 
-def test_microbatches_without_tokens_add_nothing():
-    items = microbatches(3)
+def test_losses_summed_over_tokens_are_those_of_the_whole_batch_and_one_without_tokens_adds_nothing():
+    items = microbatches(5)
     items[1]["mask"].zero_()
 
     def case(call, part):
-        return run(call, part, items, forward_step_per_token), gradients({part.stage: part})
+        return run(call, part, items, forward_step_per_token), gradients({part.stage: part}), call.result.loss
 
-    (_, first), (reported, last) = on_parts(case, count_tokens=count_tokens)
+    (_, first, loss), (reported, last, _) = on_parts(case, count_tokens=count_tokens)
 
     counts = [float(count_tokens(item)) for item in items]
-    expected = one_process(
-        2,
-        items,
-        lambda o, i: (squares(o, i) * i["mask"]).sum() / max(float(i["mask"].sum()), 1.0),
-        [count / sum(counts) for count in counts],
-    )[1]
+    weights = [count / sum(counts) for count in counts]
+    losses, expected = one_process(
+        2, items, lambda o, i: (squares(o, i) * i["mask"]).sum() / max(float(i["mask"].sum()), 1.0), weights
+    )
     assert_gradients([first, last], expected)
-    assert float(reported[1]["lm loss"][1]) == 0
+    assert len(set(counts)) > 2
+    assert [float(row["lm loss"][1]) for row in reported] == counts
+    whole = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
 
 
 def of_another_form(data_iterator, model):
@@ -330,11 +278,6 @@ def test_an_encoder_hands_its_memory_through_all_of_the_decoder():
     assert_gradients(found, encoder_and_decoder_in_one_process(), tolerance=1e-12)
 
 
-@pytest.mark.slow
-def test_an_encoder_and_a_decoder_on_gloo_too(two_ranks):
-    assert_gradients(two_ranks.run(train_encoder_and_decoder), encoder_and_decoder_in_one_process(), tolerance=1e-12)
-
-
 @pytest.mark.feature("A15")
 def test_the_schedule_follows_from_the_number_of_parts_unless_it_is_named():
     def case(transport):
@@ -440,13 +383,6 @@ def test_slices_are_refused_before_anything_is_called(options):
     assert "a forward step takes whole ones off its data iterator; use a schedule without slices" in str(error)
 
 
-def test_a_file_with_slices_is_refused_on_all_ranks(tmp_path):
-    path = tmp_path / "sliced.csv"
-    path.write_text(build("seq1f1b", ranks=2, microbatches=2, slices=2).to_csv())
-
-    assert_errors(refused(schedule=str(path)), ConfigError, "use a schedule without slices")
-
-
 def train_two_routes(rank, num_microbatches, **options):
     """Two parts a rank, one for each direction; each has its own route's half of the batch."""
     items, half = microbatches(num_microbatches), num_microbatches // 2
@@ -477,11 +413,6 @@ def check_two_routes(outcomes):
 
 def test_a_part_for_each_direction_runs_the_same_step():
     check_two_routes(on_ranks(2, lambda wires: train_two_routes(wires.rank, 4, transport=wires)))
-
-
-@pytest.mark.slow
-def test_a_part_for_each_direction_on_gloo_too(two_ranks):
-    check_two_routes(two_ranks.run(train_two_routes, 4))
 
 
 def test_tokens_cannot_be_counted_over_two_routes():

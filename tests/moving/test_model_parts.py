@@ -83,16 +83,6 @@ def test_the_model_is_left_alone_and_only_the_part_is_copied():
     assert isinstance(model.output, Uncopied)
 
 
-@pytest.mark.slow
-def test_parts_of_a_model_without_memory_have_none_either():
-    with torch.device("meta"):
-        model = Model()
-
-    part = ModelParts(model, NAMES).make(0).to_empty(device="cpu")
-
-    assert {parameter.device.type for parameter in part.parameters()} == {"cpu"}
-
-
 def test_deeper_names_divide_what_is_above_them():
     model = nn.ModuleDict({"model": Model()})
 

@@ -70,7 +70,7 @@ class Outcome:
 
 
 @pytest.mark.feature("D6")
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zbv", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "interleaved-1f1b"])
 def test_gradients_are_those_of_autograd_under_whole_and_split_schedules(schedule):
     inputs, target = batch()
 
@@ -185,15 +185,6 @@ def test_a_frozen_parameter_gets_no_gradient():
     lookup(torch.tensor([1])).sum().backward()
 
     assert lookup.module.table.grad is None
-
-
-def test_gradients_add_up():
-    parameter = nn.Parameter(torch.zeros(2))
-
-    add_gradient(parameter, torch.ones(2))
-    add_gradient(parameter, torch.ones(2))
-
-    assert parameter.grad.tolist() == [2, 2]
 
 
 class Kept:

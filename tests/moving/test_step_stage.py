@@ -165,8 +165,3 @@ def test_a_first_part_needs_no_set_input_tensor_and_a_later_one_does():
 
     assert isinstance(error, ConfigError)
     assert "stage 1 and has no set_input_tensor, so what stage 0 sends cannot reach it" in str(error)
-
-
-def test_a_place_knows_the_ends():
-    assert [RoutePlace(stage, 3, 0).is_first for stage in range(3)] == [True, False, False]
-    assert [RoutePlace(stage, 3, 0).is_last for stage in range(3)] == [False, False, True]

@@ -85,11 +85,6 @@ def test_every_part_is_on_two_ranks_under_a_schedule_of_two_routes(is_tied):
         check([outcome], is_tied, tolerance=1e-12)  # each rank has the whole model
 
 
-@pytest.mark.slow
-def test_on_gloo_too(two_ranks):
-    check(two_ranks.run(train, "Interleaved1F1B"))
-
-
 def test_a_csv_file_is_the_schedule_and_tells_which_parts_are_whose(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(build("zbv", ranks=2, microbatches=4).to_csv())
@@ -127,39 +122,6 @@ def test_every_part_is_prepared_before_it_is_used():
         return losses if pipelined.pp_has_last_stage else None, found
 
     check(on_ranks(2, case))
-
-
-def test_a_prepared_part_may_be_another_module():
-    class Doubled(nn.Module):
-        def __init__(self, part):
-            super().__init__()
-            self.part = part
-
-        def forward(self, hidden):
-            return self.part(hidden)
-
-    def case(transport):
-        pipelined = pipeline_llm(whole_model(), NAMES, "Interleaved1F1B", 4, prepare=Doubled, transport=transport)
-        pipelined.pp_schedule.close()
-        return [type(part) for part in pipelined.model_parts]
-
-    assert on_ranks(2, case)[0] == [Doubled, Doubled]
-
-
-def test_another_number_of_parts_than_the_schedule_has_stages_is_refused_on_all_ranks():
-    def case(transport):
-        return error_of(
-            pipeline_llm,
-            whole_model(),
-            [*NAMES[:1], ["layers", "norm", "output"]],
-            "ZBVZeroBubble",
-            4,
-            token_loss,
-            transport=transport,
-        )
-
-    told = "2 parts of the model are given, but zbv on 2 ranks runs 4"
-    assert_errors(on_ranks(2, case), ConfigError, told)
 
 
 def test_parts_that_do_not_divide_over_the_ranks_are_told_so():
