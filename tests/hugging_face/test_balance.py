@@ -33,10 +33,10 @@ def reference(model, tokens, labels, keywords):
 @pytest.mark.parametrize(
     ("family", "kind", "schedule", "ranks"),
     [
-        ("mixtral", "plain", "1f1b", 2),
+        pytest.param("mixtral", "plain", "1f1b", 2, marks=pytest.mark.slow),
         ("mixtral", "padded", "zbv", 2),
         ("qwen3_moe", "padded", "interleaved-1f1b", 1),
-        ("qwen3_moe", "packed", "1f1b", 4),
+        pytest.param("qwen3_moe", "packed", "1f1b", 4, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_the_model_with_its_balance_loss(family, kind, schedule, ranks):

@@ -24,26 +24,20 @@ pytest.importorskip("transformers")
 LARGEST = 1e-6
 RATE, NUM_STEPS = 0.03, 3
 SCHEDULES, RANKS = ("1f1b", "interleaved-1f1b", "zbv"), (1, 2, 4)
-# Each family meets each batch; over the families each pair of batch, schedule, attention and ranks is there.
+# Each family meets each batch; over the families each pair of batch, schedule, attention and ranks is there. Those with
+# rules of their own (sliding windows, experts, tied heads of another form) run by default, with one batch each.
 CELLS = [
-    (
+    pytest.param(
         family,
         "eager" if family == "gemma2" or (place + turn) % 2 else "sdpa",
         kind,
         SCHEDULES[(place + turn) % 3],
         RANKS[(place // 3 + turn) % 3],
+        marks=() if family in ("llama", "gemma2", "qwen3_moe", "gpt2") and turn == place % 3 else pytest.mark.slow,
     )
     for place, family in enumerate(FAMILIES)
     for turn, kind in enumerate(BATCHES)
 ]
-
-
-def test_cells_have_every_pair():
-    wanted = {(kind, schedule) for kind in BATCHES for schedule in SCHEDULES}
-    assert {(kind, schedule) for _, _, kind, schedule, _ in CELLS} == wanted
-    assert {(kind, ranks) for _, _, kind, _, ranks in CELLS} == {(kind, ranks) for kind in BATCHES for ranks in RANKS}
-    assert len({(schedule, ranks) for *_, schedule, ranks in CELLS}) == 9
-    assert len({(attention, kind, ranks) for _, attention, kind, _, ranks in CELLS}) == 18
 
 
 def trained(layers, schedule, ranks, tokens, labels, keywords, num_steps=NUM_STEPS):
@@ -100,17 +94,9 @@ def test_gradients_and_three_steps_are_those_of_the_model_itself(family, attenti
         assert furthest(found_weights, weights, ties) < LARGEST
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-def test_four_ranks_and_a_tied_head(kind):
-    model = model_of("llama", tie_word_embeddings=True)
-
-    assert_gradients(ps.from_transformers(model), model, 4, kind)
-
-
-@pytest.mark.parametrize("kind", BATCHES)
-def test_logits_are_bit_for_bit_those_of_the_model(kind):
+def test_logits_are_bit_for_bit_those_of_the_model():
     model = model_of("gemma3").eval()
-    tokens, labels, keywords = batch_of(kind)
+    tokens, labels, keywords = batch_of("padded")
     layers = ps.from_transformers(model)
     pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, layers.loss, count=layers.count, ranks=1)
 
@@ -118,26 +104,6 @@ def test_logits_are_bit_for_bit_those_of_the_model(kind):
         found = pipeline.evaluate(tokens, target=labels, return_outputs=True, **keywords).outputs
         with torch.no_grad():
             assert torch.equal(found, model(tokens, use_cache=False, **keywords).logits)
-
-
-def test_a_batch_by_name_has_the_bits_of_one_by_position():
-    layers = ps.from_transformers(model_of("llama"))
-    tokens, labels, keywords = batch_of("padded")
-
-    def train(transport, args, **named):
-        pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, layers.loss, count=layers.count, transport=transport)
-        losses = [call(*args, target=labels, **named, **keywords).loss for call in (pipeline.step, pipeline.evaluate)]
-        gradients = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
-        for parameter in pipeline.parameters():
-            parameter.grad = None
-        return losses, gradients
-
-    wanted = on_ranks(2, lambda transport: train(transport, (tokens,)))
-    found = on_ranks(2, lambda transport: train(transport, (), input_ids=tokens))
-
-    for (losses, gradients), (other_losses, other_gradients) in zip(wanted, found, strict=True):
-        assert losses == other_losses
-        assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
 
 
 def test_a_batch_that_the_model_or_a_pipeline_does_not_take_is_refused():
@@ -220,23 +186,8 @@ def test_types_and_attention_are_those_that_were_asked_for():
     assert config._attn_implementation != "eager", "the config of the caller stays as it is"
 
 
-def test_recomputing_and_saving_memory_in_other_ways_change_nothing():
-    model = model_of("mixtral")
-    tokens, labels, keywords = batch_of("packed")
-    _, wanted = accumulated(model, tokens, labels, keywords)
-    layers = ps.from_transformers(model)
-    options = {"recompute": True, "count": layers.count, "ranks": 1}
-    pipeline = ps.Pipeline(layers, "zbv", NUM_MICROBATCHES, layers.loss, **options)
-    for _ in range(2):
-        model.zero_grad()
-        pipeline.step(tokens, target=labels, **keywords)
-
-    found = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
-    assert furthest(found, wanted, {}) < LARGEST
-
-
 @pytest.mark.feature("X50")
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_folder_trains_as_the_model_that_transformers_loads_from_it(family, tmp_path):
     model = model_of(family)
     model.save_pretrained(tmp_path, max_shard_size="20KB")

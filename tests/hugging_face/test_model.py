@@ -69,11 +69,10 @@ def test_it_is_a_sequence_of_layers(model):
     assert layers.config is model.config
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_what_ranks_have_trained_is_what_transformers_loads(family, tmp_path):
+def test_what_ranks_have_trained_is_what_transformers_loads(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    model_of(family).save_pretrained(tmp_path / "from")
+    model_of("mixtral").save_pretrained(tmp_path / "from")
     tokens, labels, _ = batch_of("plain")
     layers = ps.from_transformers(tmp_path / "from")
 
@@ -91,7 +90,7 @@ def test_what_ranks_have_trained_is_what_transformers_loads(family, tmp_path):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert trained.keys() == dict(loaded.named_parameters()).keys()
     assert all(torch.equal(trained[name], parameter) for name, parameter in loaded.named_parameters())
-    assert not torch.equal(loaded.model.norm.weight, model_of(family).model.norm.weight)
+    assert not torch.equal(loaded.model.norm.weight, model_of("mixtral").model.norm.weight)
 
 
 class Adapted(nn.Module):

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import CheckpointError
-from penstock.hugging_face import stored
 from penstock.hugging_face.stored import INDEX, WHOLE, stored_in, stored_in_folder
 
 TENSORS = {
@@ -41,40 +40,6 @@ def test_every_type_and_shape_comes_back(path):
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape) == (found[name].dtype, tensor.shape)
         assert torch.equal(tensor, expected)
         assert found[name].num_bytes == expected.nbytes
-
-
-def test_the_bytes_that_count_are_those_that_the_system_reads(path, monkeypatch):
-    read = []
-
-    class Counting:
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.file.close()
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def read(self, most):
-            read.append(most)
-            return self.file.read(most)
-
-        def readinto(self, buffer):
-            read.append(len(buffer))
-            return self.file.readinto(buffer)
-
-    opened = stored.Path.open
-    monkeypatch.setattr(stored.Path, "open", lambda *args, **options: Counting(opened(*args, **options)))
-
-    found, num_bytes = stored_in(path)
-    assert sum(read) == num_bytes == os.path.getsize(path) - sum(tensor.nbytes for tensor in TENSORS.values())
-    read.clear()
-    found["matrix"].read()
-    assert read == [24]
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -24,6 +24,8 @@ from tests.hugging_face.tiny_models import config_of, empty_model
 
 pytest.importorskip("transformers")
 
+BY_DEFAULT = ("llama", "gemma2", "mixtral", "gpt2")
+SOME_FAMILIES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in FAMILIES]
 LAYER = "model.layers.0"
 IN_FILES = f"{LAYER}.block_sparse_moe.experts"
 
@@ -176,7 +178,7 @@ def test_a_quantized_model_says_so_in_its_config():
     assert is_quantized(model), "quantization_config: configs have another name for it now"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_init_weights_makes_buffers_that_are_not_saved(family):
     whole, bare = model_of(family, "eager"), empty_model(model_of(family, "eager").config)
     bare.lm_head = None  # its values are of no interest
@@ -260,7 +262,7 @@ def test_masks_follow_the_attention_of_the_config_that_all_modules_share():
     assert model.model.layers[0].self_attn.config is model.config, "blocks have configs of their own now"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_embeddings_may_take_the_place_of_tokens(family):
     model = model_of(family, "eager").eval()
     tokens, _, keywords = batch_of("padded")
