@@ -11,7 +11,7 @@ import pytest
 from penstock.cli import search as command
 from penstock.cli.entry import main
 from penstock.errors import ConfigError
-from penstock.searching import asked
+from penstock.searching import question
 from penstock.searching.result import Objective, Progress
 from penstock.simulation import LayerCosts
 from penstock.simulation.costs.writing import costs_to_toml
@@ -42,7 +42,7 @@ def test_a_table_says_how_long_it_takes_and_that_no_order_is_shorter(printed):
 
 def test_the_command_takes_what_the_search_takes():
     """It does not import the search to say what it takes."""
-    assert (*asked.PLACEMENTS, asked.ANY) == command.PLACEMENTS
+    assert (*question.PLACEMENTS, question.ANY) == command.PLACEMENTS
     assert get_args(Objective) == command.OBJECTIVES
 
 
