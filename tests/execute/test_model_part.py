@@ -85,17 +85,26 @@ def test_clipping_is_that_of_torch_over_the_unsplit_model(schedule, main_gradien
     assert found[0][0] == found[1][0]
 
 
-def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be_one():
+def test_a_norm_that_is_not_finite_is_an_error_if_it_is_to_be_one_and_scales_nothing_then():
     def case(wires):
         pipeline = pipeline_of(wires, float_layers())
-        pipeline.step(BATCH[0] * math.inf, target=BATCH[1])
+        pipeline.step(BATCH[0], target=BATCH[1])
+        gradients = [parameter.grad for parameter in pipeline.parameters()]
+        if wires.rank == 0:
+            gradients[0].view(-1)[0] = math.inf
+        before = [gradient.clone() for gradient in gradients]
+        error = error_of(pipeline.clip_grad_norm_, 1.0, error_if_nonfinite=True)
+        is_unscaled = all(map(torch.equal, gradients, before))
         norm = pipeline.clip_grad_norm_(1.0)
-        return norm.item(), error_of(pipeline.clip_grad_norm_, 1.0, error_if_nonfinite=True)
+        return error, is_unscaled, norm.item(), torch.cat([gradient.flatten() for gradient in gradients])
 
-    for norm, error in on_ranks(2, case):
-        assert math.isnan(norm)
+    for rank, (error, is_unscaled, norm, scaled) in enumerate(on_ranks(2, case)):
         assert isinstance(error, PipelineError)
-        assert "the norm of the gradients is nan" in str(error)
+        assert "the norm of the gradients is inf" in str(error)
+        assert is_unscaled
+        assert norm == math.inf
+        assert scaled.isnan().sum() == (rank == 0)
+        assert not scaled.nan_to_num().any()
 
 
 @pytest.mark.parametrize(("limit", "norm_type"), [(0, 2), (-1.0, 2), ("1", 2), (1.0, 0), (math.nan, 2)])

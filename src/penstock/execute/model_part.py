@@ -3,14 +3,13 @@
 Names are those of the unsplit model, so that optimizers, checkpoints and clipping need not know of the split.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, PipelineError
+from penstock.errors import ConfigError
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.copy_digests import require_equal_digests
 from penstock.execute.control.handshake import SetupReport, require_equal
@@ -153,7 +152,9 @@ class ModelPart:
 
         Every rank calls it, between `step` and its optimizer's. The norm is that of
         `torch.nn.utils.clip_grad_norm_` over the unsplit model, with a tied parameter counted once, in float64: the
-        same bits on all ranks and for every split of the layers. Gradients in `.main_grad` are taken from there.
+        same bits on all ranks and for every split of the layers. Gradients in `.main_grad` are taken from there. By a
+        norm that is not finite, gradients are scaled as torch does: with an infinite one, finite gradients become 0 and
+        infinite ones NaN; with NaN, all become NaN.
 
         Raises:
             ConfigError: `max_norm` or `norm_type` is no number larger than 0. `math.inf` as the limit measures only.
@@ -169,12 +170,8 @@ class ModelPart:
             norm_type=norm_type,
             skip=self.copied_names,
             across=self.control.across if self.options.is_sharded else None,
+            error_if_nonfinite=error_if_nonfinite,
         )
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise PipelineError(
-                f"the norm of the gradients is {norm}, so that they cannot be clipped; look at the loss, or pass "
-                "error_if_nonfinite=False to leave them as they are"
-            )
         return torch.tensor(norm, dtype=torch.float64)
 
     @collective

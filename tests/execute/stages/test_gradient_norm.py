@@ -102,14 +102,28 @@ def test_parameters_without_gradient_and_ranks_without_parameters_are_fine():
     torch.testing.assert_close(ranks[1]["b"], torch.tensor([0.6, 0.8]))
 
 
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_is_returned_and_nothing_is_scaled(value):
-    ranks = [{"a": torch.tensor([value])}, {"b": torch.tensor([5.0])}]
+def test_a_norm_that_is_not_finite_scales_every_gradient_as_torch_does(value, norm_type):
+    ranks = [{"a": torch.tensor([value, 2.0])}, {"b": torch.tensor([5.0])}]
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for rank in ranks for gradient in rank.values()]
+    for parameter, rank in zip(parameters, ranks, strict=True):
+        parameter.grad = next(iter(rank.values())).clone()
+    nn.utils.clip_grad_norm_(parameters, 1.0, norm_type)
 
-    norms = clip_on_ranks(ranks, 1.0)
+    norms = clip_on_ranks(ranks, 1.0, norm_type=norm_type)
 
     assert not any(math.isfinite(norm) for norm in norms)
-    assert ranks[1]["b"].item() == 5.0
+    for parameter, rank in zip(parameters, ranks, strict=True):
+        torch.testing.assert_close(next(iter(rank.values())), parameter.grad, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("max_norm", [math.inf, 0.0])
+def test_a_limit_that_only_measures_scales_by_no_norm_that_is_not_finite(max_norm):
+    ranks = [{"a": torch.tensor([math.inf])}, {"b": torch.tensor([5.0])}]
+
+    assert clip_on_ranks(ranks, max_norm) == [math.inf, math.inf]
+    assert [ranks[0]["a"].item(), ranks[1]["b"].item()] == [math.inf, 5.0]
 
 
 def test_squares_beyond_float32_are_counted():

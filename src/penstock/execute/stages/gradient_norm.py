@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import PipelineError
 from penstock.execute.stages.stage import distinct
 from penstock.execute.values.tensors import is_dtensor, is_replicated, local_part
 
@@ -37,23 +38,33 @@ def clip_gradients(
     norm_type: float = 2.0,
     skip: Collection[str] = (),
     across: Gather | None = None,
+    error_if_nonfinite: bool = False,
 ) -> float:
     """Scale this rank's gradients in place so that the norm over all ranks is at most `max_norm`; return that norm.
 
     Every rank calls it with its own gradients and an `all_gather` that gives the values of all ranks in rank order.
-    The norm is as it was before the scaling. Where it is not finite, or `max_norm` is 0 or infinite, nothing is scaled.
+    The norm is as it was before the scaling. Where `max_norm` is 0 or infinite, nothing is scaled. A norm that is not
+    finite scales as in `torch.nn.utils.clip_grad_norm_`: by 0 an infinite one, and by NaN one that is NaN.
 
     The norm of each parameter is computed in float64, and these are combined in the order of the parameters' names: the
     same bits on every rank and for every split. A name that several ranks hold counts once; the tied copies that
     another name stands for are named in `skip`, and are scaled but not counted. `across` gathers over the replicas
     where they share out each gradient; their parts are combined in the order of the replicas.
+
+    Raises:
+        PipelineError: the norm is not finite and `error_if_nonfinite`; nothing is scaled then.
     """
     gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
     counted_gradients = distinct((name, gradient) for name, gradient in gradients if name not in skip)
     local_norms = norms_of(counted_gradients, norm_type, across)
     total = _total_norm(all_gather(local_norms), norm_type)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise PipelineError(
+            f"the norm of the gradients is {total}, so that they cannot be clipped; look at the loss, or pass "
+            "error_if_nonfinite=False to scale them by it all the same"
+        )
     scale = max_norm / (total + 1e-6)  # as torch has it
-    if 0 < scale < 1:  # neither holds for a norm that is not finite
+    if 0 < max_norm < math.inf and not scale >= 1:  # which a scale of NaN is not either
         for _, gradient in distinct(gradients):
             (local_part(gradient) if across else gradient).mul_(scale)
     return total
