@@ -27,7 +27,7 @@ from penstock.execute.control.handshake import AgreedFacts, SetupReport, require
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.grad_scaler import grad_scaler_of
-from penstock.execute.losses.loss import loss_scale
+from penstock.execute.losses.loss import loss_scale, refuse_loss_parameters
 from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.own_parameters import refuse_hooks
 from penstock.execute.parameters.gradient_store import require_main_shapes
@@ -176,6 +176,8 @@ def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
     is_trained = plan.loss is not None and not schedule.is_forward_only
     if is_trained and options.reduce_stage is None:
         joined.require_one_model(is_averaged=averages_gradients(assembly.stages))
+    if is_trained and plan.computes_losses and places.num_replicas > 1:
+        refuse_loss_parameters(plan.loss, (param for _, param in assembly.named_parameters()))
     compile_layers(assembly.stages, options.compile)
     queued = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]
     if queued:

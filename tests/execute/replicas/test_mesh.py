@@ -1,6 +1,10 @@
 """Threads make a mesh too, and a mesh says which schedules fit it; those of processes: test_replica_processes.py."""
 
+from functools import partial
+
 import pytest
+import torch
+from torch import nn
 
 from penstock import build
 from penstock.errors import ConfigError
@@ -53,6 +57,46 @@ def test_a_schedule_that_does_not_fit_is_refused_on_every_rank():
         return str(error_of(Pipeline, float_layers(), schedule, loss=square_loss, mesh=places))
 
     assert all("is for 4 ranks, but 'pipeline' has 2 of the 4" in text for text in on_mesh(2, 2, case))
+
+
+class TrainedLoss(nn.Module):
+    """A loss that scales outputs by a parameter, and may use one of a layer too."""
+
+    def __init__(self, head=None):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = head
+
+    def forward(self, output, target, **options):
+        return square_loss(output * self.scale, target)
+
+
+def of_frozen_scale(head=None):
+    loss = TrainedLoss(head)
+    loss.scale.requires_grad_(False)
+    return loss
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: partial(loss, weight=None)])
+def test_a_loss_with_trainable_parameters_is_refused_on_every_rank_of_replicas(wrap):
+    def case(places):
+        layers = float_layers()
+        return error_of(Pipeline, layers, "1f1b", 4, wrap(TrainedLoss(layers[-1])), mesh=places)
+
+    for error in on_mesh(2, 2, case):
+        assert isinstance(error, ConfigError)
+        assert "TrainedLoss has trainable parameters that are of no layer here (scale)" in str(error)
+        assert "put them into the last layer" in str(error)
+
+
+@pytest.mark.parametrize(("data", "make_loss"), [(1, TrainedLoss), (2, of_frozen_scale)])
+def test_a_loss_whose_parameters_are_frozen_or_of_one_replica_is_taken(data, make_loss):
+    def case(places):
+        layers = float_layers()
+        with Pipeline(layers, "1f1b", 4, make_loss(layers[-1]), mesh=places) as pipeline:
+            return pipeline.rank
+
+    assert on_mesh(2, data, case) == [0, 1] * data
 
 
 def test_a_pipeline_says_where_it_is():

@@ -6,14 +6,15 @@ its target; the total is the sum of the shares in microbatch order. Equal sizes 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.errors import ConfigError, PipelineError, nearest
+from penstock.errors import ConfigError, PipelineError, listed, nearest
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.ignored import CountedTargets
@@ -153,6 +154,27 @@ def _counted_slices(count: Count, total: float, slices: Sequence[Microbatch]) ->
             "its slices, which is not the same in all; count what the loss of a slice is the mean of, such as tokens"
         )
     return counts
+
+
+def refuse_loss_parameters(loss: Loss | None, layer_params: Iterable[nn.Parameter]) -> None:
+    """Refuse a loss with trainable parameters that no layer has: nothing sums their gradients over the replicas.
+
+    Raises:
+        ConfigError: naming the parameters.
+    """
+    module: object = loss
+    while isinstance(module, partial):
+        module = module.func
+    if not isinstance(module, nn.Module):
+        return
+    reduced_ids = set(map(id, layer_params))
+    names = [name for name, param in module.named_parameters() if param.requires_grad and id(param) not in reduced_ids]
+    if names:
+        raise ConfigError(
+            f"{type(module).__name__} has trainable parameters that are of no layer here ({listed(names)}), so their "
+            "gradients would be those of one replica; put them into the last layer, or freeze them",
+            key="loss",
+        )
 
 
 def loss_scale(scale: float | Scale | None) -> Scale | None:
