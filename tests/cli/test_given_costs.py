@@ -203,6 +203,22 @@ def test_a_heavy_rank_of_a_picture_has_all_of_its_stages(printed):
     assert "heavy 1=2" in printed("show", "zbv", *SIZE, "--to", "svg", "--heavy", "1=2")
 
 
+@pytest.mark.parametrize("name", ["dualpipe", "chimera"])
+@pytest.mark.parametrize("command", ["compare", "show", "search"])
+def test_with_two_routes_a_heavy_rank_has_heavy_layers_on_both_ranks_that_have_them(name, command, printed):
+    table = build(name, ranks=4, microbatches=8)
+    heavy_costs, _ = costs_of_table(Namespace(split=None, heavy="0=2"), "F=1,I=1,W=1", table)
+    heavy_stages = [stage for stage, forward_s in enumerate(heavy_costs.forward_s) if forward_s == 2]
+
+    help_text = " ".join(printed(command, "--help").split())
+
+    assert heavy_stages == [route[0] for route in table.placement.routes]
+    assert sorted(table.placement.rank_of_stage[stage] for stage in heavy_stages) == [0, 3]
+    assert (
+        "with two routes, the factor is of the layers that the rank has on the first route, on both ranks" in help_text
+    )
+
+
 def test_of_costs_per_layer_layers_are_heavy(costs, printed, refused):
     words = ["1f1b", *SIZE, "--costs", costs]
     even, heavy = figures(printed, *words), figures(printed, *words, "--heavy", "6=3")

@@ -182,7 +182,8 @@ def add_heavy(parser: ArgumentParser) -> None:
         "--heavy",
         metavar="RANKS",
         help="ranks whose computations take so many times what COSTS say, such as 3=2 or 0=1.5,3=2; of COSTS per "
-        "layer, layers",
+        "layer, layers; with two routes, the factor is of the layers that the rank has on the first route, on both "
+        "ranks that have them",
     )
 
 
