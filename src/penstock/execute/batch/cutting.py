@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.holders import rows_within
+from penstock.execute.batch.input_graphs import refuse_shared_graphs
 from penstock.execute.batch.leaves import SAMPLES, SEQUENCE, Leaf, Mark, leaf_along, marking
 from penstock.execute.batch.microbatch import BatchSpec, Microbatch, PreSplit, Replicate, Split
 from penstock.execute.batch.sizes import even_sizes, leading_rows, other_rows, require_equal, rows_of
@@ -49,7 +50,7 @@ class BatchRule:
 
         Raises:
             PipelineError: rows disagree or do not divide; there are none, or fewer than microbatches; a spec does not
-                fit; something that cannot be cut holds rows of the batch.
+                fit; something that cannot be cut holds rows of the batch; an input was computed with gradients.
         """
         if self.num_microbatches < 1:
             raise PipelineError(f"num_microbatches is {self.num_microbatches}; expected at least 1")
@@ -62,6 +63,10 @@ class BatchRule:
         # Without rows, where nothing here is cut, an empty tensor in an object would seem to have those of the batch.
         if len(sizes) > 1 and any(sizes) and (reason := _uncut_rows(marked_values).get(sum(sizes))):
             raise PipelineError(reason)
+        if len(sizes) > 1 and not self.takes_any_size:
+            # Not targets, too, as those of a teacher are: a loss may well detach them.
+            inputs = [leaf for leaf, (root, *_) in zip(leaves, marked, strict=True) if root != "target"]
+            refuse_shared_graphs(inputs, len(sizes))
         parts = zip(_cut(batch, leaves, sizes), sizes, strict=True)
         return [Microbatch(index, *part, size) for index, (part, size) in enumerate(parts)]
 
