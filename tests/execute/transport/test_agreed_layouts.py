@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.transport.agreed_layouts import AgreedLayouts
+from penstock.pipeline import Pipeline
+from tests.local_pipelines import WIDTH, error_of, float_layers, on_ranks, square_loss, values, zero
 
 FIRST, SECOND = (1, 0, 0), (2, 0, 0)
 
@@ -38,6 +41,56 @@ def test_another_output_than_the_agreed_one_is_refused_with_both():
         layouts.note_outputs(FIRST, torch.zeros(4, 3), "1F0")
 
     assert info.value.rank == 3
+
+
+class ToJagged(nn.Module):
+    """Makes rows a jagged nested tensor of two, cut at another place in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut = 0
+
+    def forward(self, x):
+        self.cut = self.cut % 2 + 1
+        return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, self.cut, len(x)]))
+
+
+class ToRows(nn.Module):
+    def forward(self, x):
+        return x.values()
+
+
+def jagged_layers():
+    first, second, third = float_layers(num_layers=3)
+    return [nn.Sequential(first, ToJagged()), second[0], third[0], ToRows()]
+
+
+def test_jagged_tensors_pass_between_the_stages_of_a_rank_in_every_step():
+    def case(wires):
+        layers, gradients = jagged_layers(), []
+        with Pipeline(layers, "zbv", 2, square_loss, transport=wires) as pipeline:
+            for seed, record in ((1, False), (2, False), (3, True)):
+                pipeline.step(values(seed, 8, WIDTH), target=values(9, 8, WIDTH), record=record)
+                gradients.append([param.grad.clone() for param in pipeline.parameters()])
+                zero(pipeline)
+            return gradients, pipeline.timeline.message_bytes
+
+    ((gradients, message_bytes),) = on_ranks(1, case)
+
+    assert set(message_bytes) == {0}  # nothing of them leaves the rank
+    for seed, gradients_of_step in zip((1, 2, 3), gradients, strict=True):
+        layers = nn.Sequential(*jagged_layers())
+        square_loss(layers(values(seed, 8, WIDTH)), values(9, 8, WIDTH)).backward()
+        for param, gradient in zip(layers.parameters(), gradients_of_step, strict=True):
+            torch.testing.assert_close(gradient, param.grad)
+
+
+def test_a_jagged_tensor_that_goes_to_another_rank_is_refused_by_name():
+    def case(wires):
+        with Pipeline(jagged_layers(), "1f1b", 2, square_loss, transport=wires) as pipeline:
+            return str(error_of(pipeline.step, values(1, 8, WIDTH), target=values(9, 8, WIDTH)))
+
+    assert all("value is a tensor of layout torch.jagged" in error for error in on_ranks(2, case))
 
 
 def test_of_a_stage_the_largest_output_counts():

@@ -6,6 +6,7 @@ remembered under the batch's signature, which is equal on all ranks, and hold fo
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
@@ -17,6 +18,8 @@ PassKey = tuple[int, int, int]
 MAX_LAYOUTS = 256
 """Number of batch layouts that are remembered, those that ran last; a text or shape that changes at every step makes a
 new one each time."""
+_RAGGED = -1
+"""Stands for a length of a jagged tensor."""
 
 
 class AgreedLayouts:
@@ -61,7 +64,7 @@ class AgreedLayouts:
         if agreed_layout is not None and agreed_layout.fits_tensor(outputs):
             return
         leaves, spec = flatten(outputs)
-        layout = Layout(spec, tuple(TensorInfo.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        layout = Layout(spec, tuple(_info_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
         if agreed_layout is None:
             agreed_layout = self.produced[key] = layout
         if not is_alike(layout, agreed_layout):
@@ -78,6 +81,16 @@ class AgreedLayouts:
         for (stage, _, _), layout in self.produced.items():
             max_bytes_by_stage[stage] = max(max_bytes_by_stage.get(stage, 0), layout.num_bytes)
         return max_bytes_by_stage
+
+
+def _info_of(output: Tensor) -> TensorInfo:
+    """Return what is agreed on about an output; of a jagged one, which never leaves its rank, no lengths.
+
+    Its ragged length is a new symbol in every step, which equals no other and cannot be counted with.
+    """
+    if output.layout is torch.jagged:
+        return TensorInfo((_RAGGED,) * output.dim(), output.dtype, output.requires_grad)
+    return TensorInfo.of(output)
 
 
 def _cure(layout: Layout, agreed_layout: Layout) -> str:
