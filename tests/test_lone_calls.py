@@ -333,6 +333,49 @@ def test_every_public_call_of_a_pipeline_carries_its_name_or_is_this_ranks_alone
     assert marked == {*CALLS, "close", "require_equal_copies"} - FUNCTIONS
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_same_call_of_two_pipelines_on_one_transport_is_one_error_that_tells_them_apart(num_ranks):
+    def case(wires):
+        first, second = pipeline_on(wires), pipeline_on(wires)
+        one = second if wires.rank == 1 else first
+        words = str(error_of(lambda: one.step(INPUTS, target=TARGET)))
+        return words, [float(own.step(INPUTS, target=TARGET).loss) for own in (first, second)]
+
+    place = f"(test_lone_calls.py:{case.__code__.co_firstlineno + 3})"
+    firsts = "rank 0 is" if num_ranks == 2 else "ranks 0, 2 are"
+    second = "step of pipeline 2 on the transport"
+    fix = "step" if num_ranks == 2 else second
+    words = f"{firsts} in step {place}, rank 1 in {second} {place}; every rank must call {fix}"
+    for text, losses in on_ranks(num_ranks, case):
+        assert text == words
+        assert losses[0] == losses[1]
+
+
+def test_a_rank_that_has_made_fewer_pipelines_on_its_transport_numbers_them_as_the_others_do():
+    def case(wires):
+        pipeline_on(wires)
+        if wires.rank == 0:  # as if it had been interrupted in the end
+            wires.calls.num_pipelines = 0
+        own = pipeline_on(wires)
+        return own.control.pipeline_number, float(own.step(INPUTS, target=TARGET).loss)
+
+    (first, second) = on_ranks(2, case)
+    assert first == second
+    assert first[0] == 2
+
+
+@pytest.mark.parametrize("name", ["step", "clip_grad_norm_"])
+def test_a_pipeline_whose_transport_was_closed_with_another_one_says_so(name, tmp_path):
+    def case(wires):
+        first, second = pipeline_on(wires), pipeline_on(wires)
+        first.close()
+        return [str(error_of(CALLS[name], own, tmp_path)) for own in (first, second)]
+
+    for rank, (of_closed, of_other) in enumerate(on_ranks(2, case)):
+        assert of_closed == f"rank {rank}: the pipeline is closed; make a new one"
+        assert f"rank {rank}: another pipeline on the transport was closed, and the transport with it" in of_other
+
+
 def test_local_calls_of_a_pipeline_send_nothing():
     def case(wires):
         own = pipeline_on(wires)

@@ -61,6 +61,7 @@ class Plan:
         """Check the arguments of `Pipeline` beside its options; no message to another rank."""
         self.options = options = joined.options
         self.deadline_s = joined.transport.deadline_s
+        self.num_pipelines = joined.control.calls.num_pipelines
         self.num_replicas = joined.places.num_replicas
         self.mesh = f"{self.num_replicas} replicas of {joined.transport.num_ranks} ranks"
         self.device = _device_of(joined, options)
@@ -148,6 +149,7 @@ class Plan:
             host=host_of_processes(),
             clock_host=self.options.clock.host,
             positions=memory.path,
+            num_pipelines=self.num_pipelines,
         )
 
 

@@ -106,6 +106,9 @@ class Pipeline(ModelPart):
         self.program = session.program
         self.stages: list[Stage] = session.assembly.stages
         self.transport, self.control = joined.transport, joined.control
+        # A rank that was interrupted while it made a pipeline has counted fewer than the others.
+        num_pipelines = 1 + max(session.agreed.each("num_pipelines"))
+        self.control.pipeline_number = self.control.calls.num_pipelines = num_pipelines
         places = joined.places
         self.rank, self.replica, self.num_replicas = places.pipeline.rank, places.replica, places.num_replicas
 
@@ -114,7 +117,9 @@ class Pipeline(ModelPart):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        with self.control.calls.entering(CLOSE if kind is None else kind.__name__):
+        with self.control.calls.entering(
+            CLOSE if kind is None else kind.__name__, pipeline=self.control.pipeline_number
+        ):
             self.close()
 
     # ---- the calls of a training loop
@@ -164,7 +169,7 @@ class Pipeline(ModelPart):
             StepRefused: on every rank; the next step may be run.
         """
         # In the place of the call that the other ranks make, and so by its name.
-        with self.control.calls.entering(mode.value, error):
+        with self.control.calls.entering(mode.value, error, pipeline=self.control.pipeline_number):
             self._runner.run(mode, StepRequest(refusal=error))
         raise AssertionError("a refused step does not run")
 
@@ -175,7 +180,7 @@ class Pipeline(ModelPart):
         """
         mode = self._training_mode(split_backwards=split_backwards)
         # A recorded step, and so by its name: other ranks may call step(record=True).
-        with self.control.calls.entering(Mode.TRAIN.value):
+        with self.control.calls.entering(Mode.TRAIN.value, pipeline=self.control.pipeline_number):
             self._runner.run(mode, StepRequest(args, kwargs, target, extra=Extra.RECORDING))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"

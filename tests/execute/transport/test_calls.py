@@ -9,6 +9,7 @@ from penstock.execute.transport.calls import (
     collective,
     label,
     label_of_departed,
+    numbered,
     require_one_call,
 )
 from penstock.execute.transport.local import LocalTransport
@@ -16,6 +17,7 @@ from penstock.execute.transport.rank_names import RankNames
 from tests.local_pipelines import error_of
 
 SAVE, STEP, OTHER_STEP = b"save\ta.py:1", b"step\ta.py:2", b"step\tb.py:3"
+SECOND_STEP = STEP.replace(b"step", numbered("step", 2).encode())
 CLOSED, ENDED = label_of_departed("closed the pipeline (a.py:4)"), label_of_departed("ended")
 NAMES = RankNames([4, 5, 6], ["rank 4 (data 0)", "rank 5 (data 1)", "rank 6 (data 2)"])
 
@@ -47,6 +49,22 @@ def test_ranks_in_one_call_on_whichever_lines_agree(labels):
             [STEP, SAVE, OTHER_STEP],
             (
                 "rank 0 is in step (a.py:2), rank 1 in save (a.py:1), rank 2 in step (b.py:3); "
+                "every rank must call save",
+                1,
+            ),
+        ),
+        (
+            [STEP, SECOND_STEP],
+            (
+                "rank 0 is in step (a.py:2), rank 1 in step of pipeline 2 on the transport (a.py:2); "
+                "every rank must call step",
+                0,
+            ),
+        ),
+        (
+            [SECOND_STEP, SAVE],
+            (
+                "rank 0 is in step of pipeline 2 on the transport (a.py:2), rank 1 in save (a.py:1); "
                 "every rank must call save",
                 1,
             ),
@@ -138,6 +156,7 @@ class Holder:
     def __init__(self):
         self.calls = PublicCalls()
         self.control = self
+        self.pipeline_number = 0
 
     @collective
     def save(self):

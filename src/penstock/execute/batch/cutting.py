@@ -65,7 +65,7 @@ class BatchRule:
             raise PipelineError(reason)
         if len(sizes) > 1 and not self.takes_any_size:
             # Not targets, too, as those of a teacher are: a loss may well detach them.
-            inputs = [leaf for leaf, (root, *_) in zip(leaves, marked, strict=True) if root != "target"]
+            inputs = [leaf for leaf, (root, *_) in zip(leaves, marked_values, strict=True) if root != "target"]
             refuse_shared_graphs(inputs, len(sizes))
         parts = zip(_cut(batch, leaves, sizes), sizes, strict=True)
         return [Microbatch(index, *part, size) for index, (part, size) in enumerate(parts)]

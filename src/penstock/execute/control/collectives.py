@@ -31,7 +31,15 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, PeerLost, PenstockError, PipelineError
-from penstock.execute.transport.calls import UNNAMED, PublicCalls, calls_of, label, label_of_departed, require_one_call
+from penstock.execute.transport.calls import (
+    UNNAMED,
+    PublicCalls,
+    calls_of,
+    label,
+    label_of_departed,
+    numbered,
+    require_one_call,
+)
 from penstock.execute.transport.places import Places
 from penstock.execute.transport.protocol import Tag, Ticket, Transport
 from penstock.execute.transport.rank_names import rank_names
@@ -92,6 +100,8 @@ class Control:
         self.names = self.places.names
         self.rank, self.num_ranks = self.places.index, len(self.names.numbers)
         """The ranks of all replicas are counted, one replica after another."""
+        self.pipeline_number = 0
+        """The number of the pipeline whose calls are named, by which its transport tells it from others; 0 for none."""
 
     @classmethod
     def of(cls, places: Places) -> Self:
@@ -163,12 +173,13 @@ class Control:
 
         Raises: PipelineError, where the call is made within a step by the user's code, or after `close`.
         """
-        if self.calls.is_closed and self.num_ranks > 1:
+        closed_pipeline, pipeline = self.calls.closed_pipeline, self.calls.pipeline or self.pipeline_number
+        if closed_pipeline is not None and self.num_ranks > 1:
             # Before any message: the connections are gone, and a wait for a peer would put the blame on it.
-            raise closed_error(self.places)
+            raise closed_error(self.places, is_other=closed_pipeline not in (0, pipeline))
         if self.calls.of_users_code:
             refuse_within_step(self)
-        return self.calls.current or label(UNNAMED)
+        return self.calls.current or label(numbered(UNNAMED, self.pipeline_number))
 
     def _gather_texts(self, text: bytes) -> list[bytes]:
         end_s, data = self._end_s(), self.places.data
@@ -247,11 +258,15 @@ class Control:
             ) from error
 
 
-def closed_error(places: Places) -> PipelineError:
-    """Return the error of a call of a pipeline that this rank has closed."""
-    return PipelineError(
-        f"{places.name}: the pipeline is closed; make a new one", rank=places.names.numbers[places.index]
-    )
+def closed_error(places: Places, *, is_other: bool = False) -> PipelineError:
+    """Return the error of a call on a rank that has closed the pipeline, or another one on its transport."""
+    problem = "the pipeline is closed; make a new one"
+    if is_other:
+        problem = (
+            "another pipeline on the transport was closed, and the transport with it; close pipelines that share one "
+            "together, or give each a transport"
+        )
+    return PipelineError(f"{places.name}: {problem}", rank=places.names.numbers[places.index])
 
 
 def refuse_within_step(control: Control) -> None:

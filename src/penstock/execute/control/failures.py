@@ -128,7 +128,7 @@ class FailureReporter:
         self._watchdog.stop()
         atexit.unregister(self._at_exit)
         note_departure(self.board, self._calls.way_of_closing)
-        self._calls.is_closed = True
+        self._calls.closed_pipeline = self._calls.pipeline
 
     def _error(self, error: BaseException, position: RankPosition, instruction: str, verdict: Verdict) -> PipelineError:
         rank = self.board.rank

@@ -133,6 +133,8 @@ class LocalFacts:
     """Text of the rank's clock; ranks with equal texts read the same time."""
     positions: str = ""
     """Path of the memory that the rank offers for the positions of its host's ranks."""
+    num_pipelines: int = 0
+    """Number of pipelines that the rank has made on the transport before."""
 
 
 @dataclass(frozen=True, slots=True)

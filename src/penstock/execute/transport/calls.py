@@ -5,6 +5,7 @@ messages of one call then meet those of another. So every exchange of `Control` 
 compare labels before they read the rest:
 
     label of a rank in a call    save_checkpoint TAB train.py:11
+    of a second pipeline         step of pipeline 2 on the transport TAB train.py:11
     of one that refuses it       step TAB train.py:11 TAB ["the loader has failed", false]
     of one that has left         TAB closed the pipeline (train.py:20)
     of one that is not known     nothing
@@ -36,6 +37,7 @@ UNNAMED = "pipeline.control"
 _MOST_LETTERS = 100
 """Letters of a file's name that a message shows: its last ones."""
 _SEPARATOR = "\t"
+_OF_PIPELINE = " of pipeline "
 _HIDDEN_CLASSES = ("Pipeline.", "ModelPart.")
 """Classes whose methods are named alone, as users write them behind their pipeline."""
 
@@ -69,23 +71,29 @@ class PublicCalls:
     """The label of a call that the user's code makes within the step; empty outside of one."""
     of_replica: Sequence[bytes] = ()
     """The labels of the ranks of this replica, as the last exchange of the current call had them."""
-    is_closed: bool = False
-    """Whether this rank has closed the pipeline, so that no exchange can be made any more."""
+    num_pipelines: int = 0
+    """The number of the pipeline that was made last on the transport, from 1."""
+    pipeline: int = 0
+    """The number of the pipeline that the call is one of; 0 between two calls."""
+    closed_pipeline: int | None = None
+    """The number of the pipeline that this rank has closed, and the transport with it, so that no exchange can be made
+    any more; None while it is open."""
     departure_of: Callable[[int], str] = field(default=_unknown)
     """Says what the rank of a number has done to leave in good order; empty where it has not, or cannot be seen."""
 
     @contextmanager
-    def entering(self, name: str, refusal: PenstockError | None = None) -> Iterator[None]:
+    def entering(self, name: str, refusal: PenstockError | None = None, *, pipeline: int = 0) -> Iterator[None]:
         """Name the exchanges of the block after a call, unless they are part of another one.
 
-        `refusal` says why this rank cannot make the call that the others make.
+        `refusal` says why this rank cannot make the call that the others make. `pipeline` is the number of the one that
+        the call is of.
         """
         if self.current and (self.of_users_code or not self.is_in_step):
             yield
             return
-        is_outermost, text = not self.current, label(name, refusal)
+        is_outermost, text = not self.current, label(numbered(name, pipeline), refusal)
         if is_outermost:
-            self.current = text
+            self.current, self.pipeline = text, pipeline
         else:
             self.of_users_code = text
         try:
@@ -93,7 +101,7 @@ class PublicCalls:
         finally:
             self.of_users_code = b""
             if is_outermost:
-                self.current, self.of_replica = b"", ()
+                self.current, self.pipeline, self.of_replica = b"", 0, ()
 
     def within_step(self, rank_name: str) -> PipelineError:
         """Return the error of a call within a step, which the other ranks, in the step as well, would never join."""
@@ -108,13 +116,23 @@ class PublicCalls:
     def way_of_closing(self) -> str:
         """The line of the user's code that closes the pipeline, and the error that it does so after, if any."""
         call = _Label.of(self.current)
-        return call.place if call.name in ("", CLOSE) else f"{call.place}, after {call.name}"
+        name = _without_number(call.name)
+        return call.place if name in ("", CLOSE) else f"{call.place}, after {name}"
 
 
 def calls_of(transport: object) -> PublicCalls:
     """Return the calls that a transport carries; those of one that has none are new."""
     calls = getattr(transport, "calls", None)
     return calls if isinstance(calls, PublicCalls) else PublicCalls()
+
+
+def numbered(name: str, pipeline: int) -> str:
+    """Return the name of a call of the pipeline with this number on its transport; the first one needs no number."""
+    return f"{name}{_OF_PIPELINE}{pipeline} on the transport" if pipeline > 1 else name
+
+
+def _without_number(name: str) -> str:
+    return name.partition(_OF_PIPELINE)[0]
 
 
 def label(name: str, refusal: PenstockError | None = None) -> bytes:
@@ -152,7 +170,7 @@ def collective(call: Callable[P, T]) -> Callable[P, T]:
         control = getattr(holder, "control", None)
         if control is None:  # a wrong argument, which the call itself refuses
             return call(*args, **kwargs)
-        with control.calls.entering(name):
+        with control.calls.entering(name, pipeline=control.pipeline_number):
             return call(*args, **kwargs)
 
     named_call.is_collective = True  # type: ignore[attr-defined]
@@ -184,7 +202,7 @@ def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
     if len(num_ranks_by_name) == 1 and not ranks_by_departure:
         return
     # Most scripts are right on most ranks, and in their steps: so the call that few ranks make is the one to mend.
-    odd_name = min(num_ranks_by_name, key=lambda name: (num_ranks_by_name[name], name == "step"))
+    odd_name = min(num_ranks_by_name, key=lambda name: (num_ranks_by_name[name], _without_number(name) == "step"))
     fix = f"every rank must call {odd_name}"
     if ranks_by_departure:
         # The ranks that have left are named alone: which of the others are in a call, not every replica knows.
