@@ -7,12 +7,13 @@ from inspect import isfunction, signature
 from itertools import permutations
 
 import pytest
+from torch import nn
 
 import penstock as ps
 from penstock.checkpoints.pretrained import load_weights
 from penstock.checkpoints.weight_files import require_saveable, save_weights
 from penstock.checkpoints.writer import CheckpointWriter
-from penstock.errors import EndOfData, PeerLeft, PipelineError, StepRefused
+from penstock.errors import EndOfData, PeerLeft, PeerLost, PipelineError, StepRefused
 from penstock.execute.model_part import ModelPart
 from penstock.execute.transport.local import LocalTransport
 from penstock.pipeline import Pipeline
@@ -272,6 +273,49 @@ def test_a_rank_of_a_replica_that_has_closed_the_pipeline_is_named_by_all(name, 
     place = said(name, [0]).partition(" in ")[2]
     words = f"rank 1 (pipeline 1, data 0) has {CLOSED}, the others are in {place}; every rank must call {name}"
     assert on_mesh(2, 2, case) == [words, None, words, words]
+
+
+class FailingOnce(nn.Module):
+    """A layer whose first forward fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_failed = False
+
+    def forward(self, x):
+        if not self.has_failed:
+            self.has_failed = True
+            raise ValueError("planted")
+        return x
+
+
+def leave_after_failure(rank, waits_first):
+    """Return what a rank said and raised in the step after a failed one, which rank 1 does not come to."""
+    wires = rank if isinstance(rank, LocalTransport) else None
+    layers = [FailingOnce(), *float_layers(num_layers=3)]
+    own = Pipeline(layers, "1f1b", 2, square_loss, transport=wires, deadline_s=MAX_WAIT_S)
+    assert isinstance(error_of(CALLS["step"], own, None), PipelineError)
+    if own.rank == 1:
+        time.sleep(0.3 * waits_first)
+        return leave(own)
+    time.sleep(0.3 * (not waits_first))
+    begin_s = time.monotonic()
+    error = error_of(CALLS["step"], own, None)
+    return type(error), str(error), error.rank, time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("waits_first", [False, True], ids=["before the others wait", "while they wait"])
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_rank_that_leaves_after_a_failed_step_is_named_at_once_by_those_that_go_on(kind, waits_first, request):
+    run = partial(on_ranks, 2) if kind == "threads" else request.getfixturevalue("two_ranks").run
+
+    (error_type, text, rank, waited_s), _ = run(leave_after_failure, waits_first)
+
+    assert (error_type, rank) == (PeerLost, 1)
+    first, second, *_ = text.splitlines()
+    assert first == "after a failed step the ranks could not start afresh"
+    assert second == f"rank 1 has {CLOSED}; make a new one on all ranks"
+    assert waited_s < AT_ONCE_S
 
 
 def test_a_rank_that_an_error_takes_out_of_the_pipeline_is_named_with_the_error(tmp_path):

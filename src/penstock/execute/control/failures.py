@@ -78,13 +78,31 @@ class FailureReporter:
         """
         has_recovered = self._has_failed
         if has_recovered:
-            self._places.recover()
+            self._require_all_here()
+            try:
+                self._places.recover()
+            except (DeadlineExceeded, PeerLost):
+                self._require_all_here()  # one may have left meanwhile
+                raise
             self.board.begin_epoch()
             self._has_failed = False
         self._unblocker.begin()
         self.board.note_step(step)
         self._watchdog.start()
         return has_recovered
+
+    def _require_all_here(self) -> None:
+        """Refuse to wait for ranks that have closed the pipeline since the failure. Raises: PeerLost."""
+        departures = self._departures()
+        if departures:
+            number = min(departures)
+            raise PeerLost(f"{', '.join(departures.values())}; make a new one on all ranks", rank=number, peer=number)
+
+    def _departures(self) -> dict[int, str]:
+        """Return how the other ranks that have left in good order did so, by their numbers."""
+        names, board = self.board.names, self.board
+        ways = {number: departure_of(board, number) for number in names.numbers if number != board.rank}
+        return {number: f"{names.of_number(number)} has {way}" for number, way in ways.items() if way}
 
     def end(self) -> None:
         """Note that a step is over. Raises: PeerLost, DeadlineExceeded, where it has ended without its messages."""

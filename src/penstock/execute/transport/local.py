@@ -203,7 +203,9 @@ class LocalTransport(OverLinks):
             wires.recovering.add(self.rank)
             if len(wires.recovering) == self.num_ranks:
                 wires.start_afresh()  # the last rank to come does it for all; the others see the new generation
-            wait_in_parts(partial(wires.changed.wait_for, lambda: wires.generation > generation), self.deadline_s)
+            # A rank that has closed its transport never comes.
+            is_over = partial(wires.changed.wait_for, lambda: wires.generation > generation or wires.closed)
+            wait_in_parts(is_over, self.deadline_s)
             if wires.generation == generation:
                 missing = wires.missing_since(begin_s)
                 wires.recovering.discard(self.rank)

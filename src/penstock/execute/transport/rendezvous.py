@@ -61,8 +61,10 @@ class Rendezvous:
     the same store goes on where the first one was.
     """
 
-    def __init__(self, store: Store, rank: int, names: RankNames) -> None:
+    def __init__(self, store: Store, rank: int, names: RankNames, is_vain: Callable[[], bool] = bool) -> None:
+        """`is_vain` says whether a rank has left for good, so that none waits for it until a deadline."""
         self._store = store
+        self._is_vain = is_vain
         self._rank = rank
         self._names = names
         self._num_ranks = len(names.numbers)
@@ -80,12 +82,13 @@ class Rendezvous:
     def exchange(self, name: str, text: str, deadline_s: float) -> list[str]:
         """Wait until all ranks have given a text under this name in this round; return all of them.
 
-        Raises: DeadlineExceeded, naming the ranks that did not come; PeerLost where one gave up.
+        Raises: DeadlineExceeded, naming the ranks that did not come, at once where one has left; PeerLost where one
+        gave up.
         """
         begin_s = running_s()
         keys = [f"{self._round}/{name}/{rank}" for rank in range(self._num_ranks)]
         self._store.set(keys[self._rank], text)
-        if missing := await_keys(self._store, keys, deadline_s):
+        if missing := await_keys(self._store, keys, deadline_s, self._is_vain):
             self.give_up()
             raise missing_ranks(self._names, self._rank, missing, running_s() - begin_s)
         texts = [text.decode() for text in self._store.multi_get(keys)]
@@ -104,13 +107,13 @@ class Rendezvous:
             self._store.add("min_round", self._round + 1 - min_round)
 
 
-def await_keys(store: Store, keys: list[str], deadline_s: float) -> list[int]:
-    """Wait until a store has all keys; return the indices of those that it lacks at the deadline."""
+def await_keys(store: Store, keys: list[str], deadline_s: float, is_vain: Callable[[], bool] = bool) -> list[int]:
+    """Wait until a store has all keys; return the indices of those that it lacks at the deadline, or once `is_vain`."""
     # Looked for by hand, since the store's own wait stays in C++ until the deadline, and holds Ctrl-C as long.
     begin_s, pause_s = running_s(), SHORTEST_PAUSE_S
     while not store.check(keys):
         waited_s = running_s() - begin_s
-        if waited_s >= deadline_s:
+        if waited_s >= deadline_s or is_vain():
             return [index for index, key in enumerate(keys) if not store.check([key])]
         pause(min(pause_s, deadline_s - waited_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -92,7 +92,10 @@ class TorchTransport(OverLinks):
         """Looks whether a message holds up the device, so that nothing behind it has begun."""
         _close_sockets_in_forks(self)
         store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(process_group)), self.rank, self.names))
-        self._recoveries = Rendezvous(PrefixStore("recoveries", store), self.rank, self.names)
+        calls, numbers = self.calls, self.names.numbers
+        self._recoveries = Rendezvous(
+            PrefixStore("recoveries", store), self.rank, self.names, lambda: any(map(calls.departure_of, numbers))
+        )
 
     def post_exchange(self, result: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
         """Begin a collective of all ranks on their accelerators, such as a sum, without blocking. Raises: PeerLost.
