@@ -58,16 +58,6 @@ class Convolutions(nn.Module):
         return self.second(F.gelu(self.first(features[:, None])))[:, 0]
 
 
-class Lora(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.zeros(2, WIDTH)), nn.Parameter(torch.zeros(WIDTH, 2))
-
-    def forward(self, features):
-        return self.base(features) + features @ self.down.T @ self.up.T
-
-
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, features, weight):
@@ -205,7 +195,6 @@ WAITING = {
     Mlp: MLP_NAMES,
     Attention: ["out.weight", "qkv.weight"],
     Convolutions: ["first.bias", "first.weight", "second.bias", "second.weight"],
-    Lora: ["down", "up"],
     Custom: ["weight"],
     Asking: ["weight"],
     Tied: ["one.weight"],

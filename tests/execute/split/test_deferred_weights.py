@@ -296,9 +296,6 @@ HIDDEN = {
     "custom": lambda: nn.Sequential(linear(), Custom(), linear()),
     "recurrent": lambda: nn.Sequential(linear(), nn.GRU(WIDTH, WIDTH), First()),
     "recomputed": lambda: nn.Sequential(linear(), Recomputed(linear(), nn.Tanh(), linear()), Recomputed(Attention())),
-    "recomputed in an older way": lambda: nn.Sequential(
-        linear(), Recomputed(linear(), nn.Tanh(), linear(), use_reentrant=True)
-    ),
     "recomputed within": lambda: Recomputed(linear(), Recomputed(linear(), nn.Tanh()), Made()),
     "moved away": lambda: nn.Sequential(Offloaded(linear(), nn.Tanh(), linear()), linear()),
     "without bias": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(inplace=True), linear()),
@@ -422,13 +419,16 @@ def test_layers_recomputed_in_other_ways_have_the_same_gradients(name, shape):
     assert_same(settle(layers, 1).double(), values(1, *shape, dtype=torch.float64))
 
 
-def test_checkpointing_may_become_reentrant_later():
+def test_layers_that_begin_to_be_recomputed_later_and_in_the_other_way_have_the_same_gradients():
     module = settle(nn.Sequential(linear(), Recomputed(linear(), nn.Tanh(), linear())), 1)
     other, plan, inputs = copy.deepcopy(module), any_size(), values(1, WIDTH, WIDTH)
-    for use_reentrant in (False, False, True, True, False, False):
-        module[1].use_reentrant = use_reentrant
+    recomputed, run = module[1], module[1].run
+    for is_recomputed, use_reentrant in [(False, False), (True, False), (True, True), (True, False)]:
+        recomputed.forward = Recomputed.forward.__get__(recomputed) if is_recomputed else run
+        recomputed.use_reentrant = use_reentrant
 
-        assert differing(module, other, inputs, plan) == []
+        for _ in range(2):
+            assert differing(module, other, inputs, plan) == []
 
 
 @pytest.mark.feature("X18")
@@ -502,35 +502,18 @@ def test_a_first_product_that_is_recomputed_is_read_in_its_turn(recompute):
         assert layers.num_runs == 6
 
 
-def test_a_recomputation_leaves_out_the_last_product():
-    module = Recomputed(linear(), nn.Tanh(), linear())
+@pytest.mark.parametrize(("use_reentrant", "num_products"), [(False, 5), (True, 6)])
+def test_recomputed_layers_leave_their_weights_for_later_and_out_the_last_product(use_reentrant, num_products):
+    """Two gradients of each, and one product again; in the older way of torch both are."""
+    module = Recomputed(linear(), nn.Tanh(), linear(), use_reentrant=use_reentrant)
     run_input, run_weight = two_parts(module, values(1, 3, WIDTH).requires_grad_())
 
     with FlopCounterMode(display=False) as counter:
         run_input()
+        assert [parameter.grad is None for parameter in module.parameters()] == [True, False, True, False]
         run_weight()
 
-    assert counter.get_total_flops() == 5 * 2 * 3 * WIDTH**2  # one again, and two gradients of each
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_layers_leave_their_weights_for_later_too(use_reentrant):
-    module = Recomputed(linear(), nn.Tanh(), linear(), use_reentrant=use_reentrant)
-    run_input, _ = two_parts(module, values(1, 3, WIDTH).requires_grad_())
-
-    run_input()
-
-    assert [parameter.grad is None for parameter in module.parameters()] == [True, False, True, False]
-
-
-def test_layers_that_begin_to_be_recomputed_later_have_the_same_gradients():
-    module = settle(nn.Sequential(linear(), Recomputed(linear(), nn.Tanh(), linear())), 1)
-    other, plan, inputs = copy.deepcopy(module), any_size(), values(1, 3, WIDTH)
-    recomputed, run = module[1], module[1].run
-    for is_recomputed in (False, False, True, True):
-        recomputed.forward = Recomputed.forward.__get__(recomputed) if is_recomputed else run
-
-        assert differing(module, other, inputs, plan) == []
+    assert counter.get_total_flops() == num_products * 2 * 3 * WIDTH**2
 
 
 def test_hooks_of_a_weight_used_twice_see_one_gradient():

@@ -40,11 +40,6 @@ def of_scale(inputs, weight, gradient):
     return gradient * weight[0], (gradient * inputs).sum(0).expand(WIDTH, WIDTH), gradient.sum(0)
 
 
-def of_convolution(inputs, kernel, gradient):
-    arguments = ([WIDTH], [1], [1], [1], False, [0], 1, [True, True, True])
-    return tuple(torch.ops.aten.convolution_backward(gradient, inputs, kernel, *arguments))
-
-
 def values(*shapes):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in shapes]
@@ -76,22 +71,16 @@ def cut_of(function, inputs=None):
     return graph, graph.cut(graph.waiting_outputs([WEIGHT]))
 
 
-def test_both_halves_return_what_the_whole_returns_bit_for_bit():
+def test_both_halves_return_the_bits_of_the_whole_and_run_no_operation_twice_but_views():
     for function in (of_linear, of_two, of_view, of_items):
         _, cut = cut_of(function)
+        assert operations(cut.input_half.module, cut.weight_half.module) == operations(traced(function))
 
         found = run_halves(cut, SQUARE)
 
         wanted = [each for each in enumerate(function(*SQUARE)) if each[1] is not None]
         assert sorted(found) == [place for place, _ in wanted]
         assert all(torch.equal(found[place], each) for place, each in wanted)
-
-
-def test_no_operation_is_in_both_halves_but_views():
-    for function in (of_linear, of_two, of_view, of_items):
-        _, cut = cut_of(function)
-
-        assert operations(cut.input_half.module, cut.weight_half.module) == operations(traced(function))
 
 
 def test_work_for_a_weight_alone_waits_for_w_and_what_both_need_is_computed_in_i():
@@ -120,27 +109,6 @@ def test_a_gradient_without_a_product_does_not_wait():
 
     assert graph.waiting_outputs([WEIGHT, BIAS]) == frozenset()
     assert BackwardGraph(traced(of_linear)).waiting_outputs([WEIGHT, BIAS]) == {WEIGHT}
-
-
-def test_a_convolutions_gradients_are_computed_apart():
-    inputs = values((2, WIDTH, 5), (WIDTH, WIDTH, 3), (2, WIDTH, 5))
-    _, cut = cut_of(of_convolution, inputs)
-
-    found = run_halves(cut, inputs)
-
-    assert list(cut.weight_half.outputs) == [WEIGHT]
-    for place, wanted in enumerate(of_convolution(*inputs)):
-        torch.testing.assert_close(found[place], wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_all_may_wait():
-    cut = BackwardGraph(traced(lambda inputs, weight, gradient: (None, gradient.t() @ inputs))).cut(frozenset([1]))
-
-    found = run_halves(cut, SQUARE)
-
-    assert list(found) == [1]
-    assert torch.equal(found[1], SQUARE[2].t() @ SQUARE[0])
-    assert operations(cut.input_half.module) == {}
 
 
 def test_a_graph_that_changes_tensors_or_draws_is_trouble():

@@ -69,17 +69,6 @@ def test_nor_does_what_shares_a_product_with_it():
     assert ids(found.immediate.values()) == ids([x, first, second, third])
 
 
-def test_a_product_of_what_another_one_makes_does_not_wait():
-    """Without a gradient of `x`, each side of the second product is made of the weight alone."""
-    x, w = values(1, 3, WIDTH), weight()
-    made = x @ w
-
-    found = survey(made @ made.t())
-
-    assert [product.node for product in found.deferred_nodes] == [made.grad_fn]
-    assert found.immediate == {}
-
-
 @pytest.mark.parametrize("make", [torch.tanh, lambda w: w.bfloat16().float(), lambda w: w.t() + 1, lambda w: w @ w])
 def test_weights_may_be_made_of_parameters(make):
     x, w = hidden(), weight()
@@ -116,15 +105,6 @@ def test_a_weight_used_twice_has_both_sizes():
 
     assert len(found.deferred_nodes) == 2
     assert found.sizes == {id(w): 2 * 3 * WIDTH * WIDTH}
-
-
-def test_nor_may_they_be_made_of_what_checkpointing_keeps():
-    x, w = hidden(), weight()
-
-    found = survey(x @ checkpoint(torch.tanh, w, use_reentrant=False))
-
-    assert found.deferred_nodes == []
-    assert ids(found.immediate.values()) == ids([x, w])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

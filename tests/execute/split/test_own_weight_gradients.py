@@ -84,13 +84,6 @@ def test_they_are_computed_in_w_and_in_a_whole_backward_at_once(kind, monkeypatc
     assert seen == ["I", "W", "I", "W"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nobody_is_warned_of_them(kind, recwarn):
-    on_ranks(2, run_task, task_of(kind), "zb-h1", 8)
-
-    assert [warning.message for warning in recwarn if "split backward" in str(warning.message)] == []
-
-
 def two_then_two(*, is_swapped=False):
     """One stage: both input gradients, then both weight gradients."""
     order = [

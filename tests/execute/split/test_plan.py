@@ -1,11 +1,9 @@
 """A plan is a function of what walks have shown."""
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 
 from penstock.execute.split.graph_search import Survey
-from penstock.execute.split.plan import Shown, SplitPlan, plan_from
+from penstock.execute.split.plan import Shown, plan_from
 
 BORDER = 100
 
@@ -22,15 +20,6 @@ class IsSilent:
 
 def shown(**options):
     return Shown(is_measured=True, sizes={1: 50, 2: 200, 3: 200}, **options)
-
-
-def test_before_anything_is_shown_graphs_are_walked_and_all_weights_may_wait():
-    assert plan_from(Shown(), BORDER) == SplitPlan()
-
-
-def test_a_plan_cannot_be_changed():
-    with pytest.raises(FrozenInstanceError):
-        SplitPlan().small = frozenset({1})
 
 
 @pytest.mark.parametrize(

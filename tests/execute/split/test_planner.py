@@ -102,19 +102,6 @@ def test_sizes_are_looked_at_again_when_the_batch_grows():
     ]
 
 
-def test_the_usual_border_leaves_small_weights_whole():
-    module = nn.Linear(WIDTH, WIDTH, bias=False)
-    plan = SplitPlanner()
-    num_rows = SMALL // WIDTH**2
-
-    assert [late_weights(plan, module, rows) for rows in (1, 1, num_rows, num_rows)] == [
-        {"weight"},
-        set(),
-        {"weight"},
-        {"weight"},
-    ]
-
-
 @pytest.mark.parametrize("make", [lambda: EmulatedLayer(0.0, 1e-9, weight_s=1e-9), lambda: nn.Conv1d(2, 2, 3)])
 def test_what_takes_an_unknown_time_is_never_small(make):
     module = make()
@@ -148,21 +135,14 @@ def test_what_is_recomputed_waits(make):
     assert plan.is_settled
 
 
-def test_reentrant_checkpointing_is_split_in_its_own_backward():
+@pytest.mark.parametrize(("small", "later"), [(0, {"1.0.weight"}), (SMALL, set())])
+def test_reentrant_checkpointing_is_split_in_its_own_backward_where_weights_are_large(small, later):
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Recomputed(nn.Linear(WIDTH, WIDTH)))
     module[1].use_reentrant = True
-    plan = SplitPlanner(small=0)
+    plan = SplitPlanner(small=small)
 
-    assert [late_weights(plan, module) for _ in range(2)] == [{"1.0.weight"}] * 2
+    assert [late_weights(plan, module) for _ in range(3)] == [{"1.0.weight"}, later, later]
     assert plan.is_settled
-
-
-def test_small_weights_under_it_stay_whole():
-    module = Recomputed(nn.Linear(WIDTH, WIDTH))
-    module.use_reentrant = True
-    plan = SplitPlanner()
-
-    assert [late_weights(plan, module) for _ in range(3)] == [{"0.weight"}, set(), set()]
 
 
 class Double(torch.autograd.Function):
@@ -239,16 +219,6 @@ def test_of_small_weights_it_is_said_also_where_hooks_of_users_keep_their_activa
         assert reasons(0) == {"0.weight": Reason.NOT_TOLD_APART}
 
 
-def test_what_waits_is_said_once_small_weights_do_not():
-    module = nn.Linear(WIDTH, WIDTH)
-    plan = SplitPlanner()
-
-    assert late_weights(plan, module, stage=0) == {"weight"}
-    assert plan.immediate is None
-    assert late_weights(plan, module, stage=0) == set()
-    assert plan.immediate.reasons == {"weight": Reason.SMALL}
-
-
 def test_a_plan_looks_for_branches_while_it_does_not_know_and_where_there_are_any(monkeypatch):
     asked = []
     monkeypatch.setattr(
@@ -320,11 +290,6 @@ def test_a_new_plan_is_made_after_the_first_backward_and_when_a_function_asks_fo
         module.asks = True
 
     assert plans(plan, module, [nothing, nothing, nothing, ask, nothing, nothing]) == [1, 4]
-
-
-@pytest.mark.parametrize("make", [lambda: nn.Linear(WIDTH, WIDTH), lambda: Recomputed(nn.Linear(WIDTH, WIDTH)), Own])
-def test_the_second_plan_holds(make):
-    assert plans(SplitPlanner(small=0), make(), [nothing] * 5) == [1]
 
 
 def test_a_new_plan_is_made_when_parameters_are_replaced_and_the_new_ones_wait():

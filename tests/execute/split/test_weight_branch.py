@@ -1,7 +1,6 @@
 """A branch that is made of weights alone belongs to W whole, whichever way it meets the activations."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.backend import aot_eager
-from penstock.execute.split.graph_search import search
 from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from penstock.execute.split.weight_branch import WeightBranch
@@ -398,17 +396,3 @@ def test_what_does_not_pay_is_computed_in_i():
         found.append(len([each for each in deferred.entries if isinstance(each, WeightBranch)]))
 
     assert found == [0, 0, 1]
-
-
-def test_the_first_stage_has_branches_too_and_its_layers_are_none():
-    """No gradient leads to its inputs, so all of its graph leads to parameters."""
-    module = settle(Branching(USES["added"]), 1)
-    output = module(values(1, 2, 3, WIDTH))
-
-    found = search([torch.autograd.graph.get_gradient_edge(output)], frozenset())
-
-    assert [id(each) for branch in found.deferred_nodes if branch.is_branch_entry for each in branch.parameters] == [
-        id(module.first)
-    ]
-    assert found.sizes[id(module.first)] == math.inf
-    assert len(found.deferred_nodes) == 3
