@@ -30,19 +30,6 @@ def test_a_step_that_did_not_end_leaves_no_layout():
     assert layouts.produced == {}
 
 
-def test_another_output_than_the_agreed_one_is_refused_with_both():
-    layouts = AgreedLayouts(3, has_variable_shapes=False)
-    step_of(layouts, "batch", {FIRST: torch.zeros(2, 3)})
-    layouts.begin("batch")
-
-    with pytest.raises(
-        PipelineError, match=r"1F0: the output is .*float32\[4, 3\].* agreed on .*float32\[2, 3\]"
-    ) as info:
-        layouts.note_outputs(FIRST, torch.zeros(4, 3), "1F0")
-
-    assert info.value.rank == 3
-
-
 class ToJagged(nn.Module):
     """Makes rows a jagged nested tensor of two, cut at another place in every step."""
 

@@ -86,23 +86,6 @@ def queue_of(device, *works, notes=None):
     return queue
 
 
-def test_the_stream_is_let_wait_behind_a_marker_and_the_host_goes_on():
-    device, work = Device(), Work()
-
-    queue = queue_of(device, work)
-
-    assert (len(work.calls), device.num_marked, device.now_s, len(queue._receives)) == (1, 1, 0.0, 1)
-
-
-def test_a_device_that_has_not_come_to_a_receive_waits_for_nobody():
-    device, notes = Device(), Notes()
-    queue = queue_of(device, Work(), notes=notes)
-    device.now_s = 100.0
-
-    assert not queue.is_held_up()
-    assert notes.found == []
-
-
 def test_a_peer_that_has_given_up_ends_a_wait_before_its_deadline():
     device, notes = Device(), Notes()
     queue = queue_of(device, Work(), notes=notes)
@@ -249,28 +232,8 @@ def test_another_thread_sees_a_peer_that_has_given_up_only_where_the_device_wait
     assert queue.why_held_up() is None
 
 
-def test_what_is_forgotten_is_waited_for_no_more():
-    device = Device()
-    queue = queue_of(device, Work())
-    device.num_reached = 1
-    assert queue.is_held_up()
-
-    queue.forget()
-
-    assert not queue._receives
-    assert not queue.is_held_up()
-
-
 def awaited(device, is_reached, **options):
     await_device(is_reached, rank=2, deadline_s=1.0, read_clock=lambda: device.now_s, pause=device.pause, **options)
-
-
-def test_the_host_waits_until_the_device_is_there():
-    device = Device()
-
-    awaited(device, lambda: device.now_s > 0.5)
-
-    assert 0.5 < device.now_s < 0.51
 
 
 def test_a_device_that_stands_still_ends_the_wait_at_the_deadline():
@@ -295,17 +258,6 @@ def test_the_time_in_which_the_device_waits_for_a_peer_does_not_count_against_th
 
 
 # ---- the transport
-
-
-def test_a_transport_on_a_cpu_has_nothing_in_a_queue():
-    assert run_ranks(1, on_a_cpu) == [None]
-
-
-def on_a_cpu(rank):
-    transport = TorchTransport(deadline_s=20.0)
-    found = device_queue_of(transport)
-    transport.close()
-    return found
 
 
 def test_the_transport_of_a_gpu_follows_receives_and_looks_at_sends():

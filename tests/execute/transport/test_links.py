@@ -129,16 +129,6 @@ def test_a_tensor_lives_until_it_has_left(pair):
     assert room.unique().tolist() == [7.0]
 
 
-def test_a_tensor_with_a_graph_is_sent_by_value(pair):
-    room = torch.zeros(2, device=pair.devices[1])
-    arriving = pair.ends[1].receive(room)
-
-    wait(arriving, pair.ends[0].send(pair.on(0, torch.ones(2)).requires_grad_() * 3))
-
-    assert room.tolist() == [3.0, 3.0]
-    assert not room.requires_grad
-
-
 def test_a_message_that_does_not_come_ends_the_wait_at_its_limit(pair):
     arriving = pair.ends[1].receive(torch.zeros(1, device=pair.devices[1]))
     begin_s = time.monotonic()

@@ -124,20 +124,6 @@ def test_the_layouts_that_ran_last_are_remembered_and_the_others_let_go():
     assert counts["lost"] == [3, 3]
 
 
-@pytest.mark.feature("C9")
-def test_a_new_layout_of_the_batch_is_described_anew_and_the_old_one_is_kept():
-    def case(wires):
-        messenger, counting = messenger_on(wires)
-        batches = [("small", 2), ("large", 4)] * 2
-        return [run_step(messenger, counting, {FIRST: values(0, rows, 3)}, name) for name, rows in batches]
-
-    sent, received = on_ranks(2, case)
-
-    counts = [[num_messages for _, num_messages in found] for found in (sent, received)]
-    assert counts == [[3, 3, 1, 1]] * 2
-    assert [tree.shape for (tree,), _ in received] == [(2, 3), (4, 3)] * 2
-
-
 @pytest.mark.feature("X34")
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
@@ -176,14 +162,6 @@ def test_plain_numbers_arrive_as_they_are_in_each_message(options):
         assert repr(alone) == repr(expected["n"])
 
 
-def test_a_tree_without_numbers_takes_no_message_for_them():
-    steps = [{FIRST: (values(step, 2, 3), "text", None)} for step in range(2)]
-
-    (_, sent), _ = on_ranks(2, exchange, steps)
-
-    assert sent == [3, 1]
-
-
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_dimensions_lie_in_memory_at_both_ends_as_they_did_first(num_steps):
     """Pictures with channels last; those of the second step are written plainly, and arrive like the first."""
@@ -215,26 +193,6 @@ def exchange_pictures(messenger, rank, sent, gradient):
     received = messenger.receiver.take_tree(messenger.receiver.post_forward(0, FIRST))
     messenger.sender.send_backward(0, [gradient], FIRST)
     return received.detach()
-
-
-@pytest.mark.parametrize("num_steps", [1, 2])
-def test_messages_may_be_taken_in_another_order_than_they_arrive(num_steps):
-    def case(wires):
-        messenger, _ = messenger_on(wires)
-        for _ in range(num_steps):
-            if wires.rank == 0:
-                send_all(messenger, {FIRST: values(0, 2), SECOND: values(1, 3)})
-                continue
-            messenger.begin("batch")
-            first, second = messenger.receiver.post_forward(0, FIRST), messenger.receiver.post_forward(0, SECOND)
-            found = messenger.receiver.take_tree(second), messenger.receiver.take_tree(first)
-            messenger.finish()
-        return None if wires.rank == 0 else found
-
-    _, (second, first) = on_ranks(2, case)
-
-    assert torch.equal(first, values(0, 2))
-    assert torch.equal(second, values(1, 3))
 
 
 @pytest.mark.feature("C16")
@@ -335,20 +293,6 @@ def test_after_a_reset_everything_is_agreed_anew():
         return counting.num_messages
 
     assert on_ranks(2, case) == [6, 6]
-
-
-def test_the_sent_tensor_does_not_carry_its_graph():
-    weight = torch.ones(2, requires_grad=True)
-
-    def case(wires):
-        messenger, _ = messenger_on(wires)
-        if wires.rank == 0:
-            send_all(messenger, {FIRST: weight * 2})
-            return None
-        (found,) = receive_all(messenger, [FIRST])
-        return found.grad_fn, found.requires_grad
-
-    assert on_ranks(2, case)[1] == (None, True)
 
 
 def test_what_has_left_at_once_is_not_waited_for():

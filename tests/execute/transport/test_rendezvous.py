@@ -84,19 +84,6 @@ def test_every_pair_of_ranks_gets_a_socket_for_every_purpose(is_shared):
     close_all(ranks)
 
 
-def test_size_decides_which_way_a_message_takes():
-    left, right = connected(2)
-
-    assert left.max_packet_bytes == right.max_packet_bytes == MAX_PACKET_BYTES
-    link = left.link(1, 0, CLOSED)
-    assert link.small is left.by_key[1, 0, False]
-    assert link.large is left.by_key[1, 0, True]
-    assert link.max_small_bytes == MAX_PACKET_BYTES
-    assert left.is_complete
-    assert right.is_complete
-    close_all([left, right])
-
-
 def no_memory(*_):
     raise AttributeError("memfd_create")
 

@@ -50,28 +50,6 @@ def test_both_directions_are_there_and_do_not_meet(pair):
         assert torch.equal(room, value)
 
 
-@pytest.mark.parametrize("type_", [torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
-def test_any_type_of_number_gets_over(pair, type_):
-    value = torch.randint(0, 2, (77, 3)).to(type_)
-    room = torch.empty_like(value)
-
-    pair[0].write(value)
-    pair[1].read(room)
-
-    assert torch.equal(room.view(torch.uint8), value.view(torch.uint8))
-
-
-def test_pieces_as_large_as_can_be_have_room(pair):
-    value = torch.ones(shared_memory.PIECE_BYTES, dtype=torch.uint8)
-
-    for _ in range(3):
-        pair[0].write(value)
-
-    room = torch.zeros_like(value)
-    assert pair[1].read(room) == value.nbytes
-    assert bool(room.all())
-
-
 def test_a_message_larger_than_the_memory_goes_as_pieces_of_it_are_taken(pair):
     value = torch.arange((shared_memory.ROOM_BYTES + shared_memory.PIECE_BYTES) // 4 + 1, dtype=torch.float32)
     room = torch.zeros_like(value)
