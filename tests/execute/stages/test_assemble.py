@@ -14,7 +14,7 @@ from penstock.execute.stages.skips import SkipPart
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from tests.local_pipelines import WIDTH, Task, difference, error_of, on_ranks, settle, square_loss, step_task, values
+from tests.local_pipelines import WIDTH, Task, error_of, on_ranks, settle, square_loss, step_task, values
 from tests.one_stage import OneStage
 
 CPU = torch.device("cpu")
@@ -107,14 +107,6 @@ def test_a_spec_says_what_it_is_tied_to():
 
     assert assembly.tied_groups == ((0, 2), (0, 2))
     assert set(assembly.owner_names) == {"out.weight", "out.bias"}
-
-
-def test_pairs_that_share_a_name_are_one_group():
-    assembly = put_together(
-        modules(), 0, tied=[("3.weight", "2.weight"), ("0.bias", "3.bias"), ("2.weight", "0.weight")]
-    )
-
-    assert sorted(assembly.tied_groups) == [(0, 1, 2), (0, 2)]
 
 
 def test_ranks_number_the_groups_alike_where_one_has_been_assembled_before():
@@ -280,25 +272,6 @@ def test_what_a_copied_module_shares_with_another_of_its_rank_is_one_object():
     assert own["2"].bias is own["1"].bias is layers[1].bias
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "dualpipe"])
-def test_threads_that_are_given_one_list_with_a_tie_train_as_one_process_does(schedule):
-    def tied_layers():
-        layers = [settle(nn.Linear(WIDTH, WIDTH).double(), seed) for seed in range(6)]
-        layers[5] = layers[1]
-        return layers
-
-    inputs, target = (values(seed, 8, WIDTH, dtype=torch.float64) for seed in (1, 2))
-    task = Task(tied_layers, (inputs,), target)
-    shared = tied_layers()
-    outcomes = on_ranks(2, lambda wires: step_task(Pipeline(shared, schedule, 4, square_loss, transport=wires), task))
-
-    result, gradients = task.reference(4)
-    names = {name for outcome in outcomes for name in outcome.gradients}
-    # A rank that holds both uses lists the parameter once, under the name of layer 1.
-    expected = {name: gradient for name, gradient in gradients.items() if name in names or not name.startswith("5.")}
-    assert not difference(outcomes, (result, expected), tolerance=1e-12, loss_tolerance=1e-12)
-
-
 class TwoUses(nn.Module):
     """Holds one parameter under two names, the later one in the alphabet first."""
 
@@ -351,17 +324,6 @@ def test_a_tie_reaches_every_use_within_a_layer(wrapped, schedule):
             wanted = expected["0.weight"] if own.startswith("3.") else expected[own]
             torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
     assert set(counted + others) == {own for own in expected if not own.startswith("3.")}
-
-
-def test_the_name_that_is_listed_is_the_one_that_counts():
-    layers = [nn.Linear(WIDTH, WIDTH), TwoUses()]
-
-    assembly = assemble(
-        layers, Placement.line(1), [range(2)], 0, device=CPU, tied=[("1.first.weight", "1.second.weight")]
-    )
-
-    assert [name for name, _ in assembly.named_parameters()] == ["0.weight", "0.bias", "1.second.weight"]
-    assert set(assembly.owner_names) == {"1.first.weight"}
 
 
 def test_a_module_that_cannot_be_copied_says_what_to_do():
@@ -466,13 +428,6 @@ def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_the
     assert list(first[1]) == list(middle[1]) == ["a"]
     assert torch.equal(middle[1]["a"], torch.ones(1))
     assert last is not None
-
-
-def test_a_stage_that_no_skip_concerns_is_told_of_none():
-    def case(wires):
-        return with_skips(assemble([nn.Tanh()] * 4, LINE, SLICES, wires.rank, device=CPU), SLICES, {}).skips
-
-    assert on_ranks(3, case) == [{}, {}, {}]
 
 
 @pytest.mark.feature("F7")

@@ -1,10 +1,8 @@
 """What the layers of a stage add becomes one more output of its graph, whose gradient is there from the start."""
 
-import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PipelineError
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary, take_all
 from penstock.execute.stages.feature import modules_with
@@ -92,41 +90,6 @@ def square_mean(output):
     return output.square().mean()
 
 
-@pytest.mark.feature("0.15")
-def test_what_several_stages_of_a_rank_add_is_added_up():
-    one, losses = stage_and_step()
-
-    one.forward(leaf())
-    once = losses.named_losses[SQUARES][PLACE].clone()
-    one.forward(leaf())
-
-    assert torch.equal(losses.named_losses[SQUARES][PLACE], 2 * once)
-
-
-def test_it_is_scaled_where_its_backward_begins():
-    scaled, plain = stage_and_step(scale=lambda loss: loss * 8.0), stage_and_step()
-
-    for one, _ in (scaled, plain):
-        one.backward(one.saved(leaf()), torch.zeros(3, WIDTH))
-
-    weight, other = (one.stage.layers["a"].linear.weight for one, _ in (scaled, plain))
-    assert torch.equal(weight.grad, 8.0 * other.grad)
-    assert torch.equal(scaled[1].named_losses[MEAN][PLACE], plain[1].named_losses[MEAN][PLACE])
-
-
-@pytest.mark.parametrize("reason", ["no weight", "frozen"])
-def test_what_is_not_trained_is_noted_alone(reason):
-    one, losses = stage_and_step(weight=0.0 if reason == "no weight" else 0.25)
-    for layer in one.stage.modules:
-        layer.requires_grad_(reason != "frozen")
-
-    saved = one.saved(values(1, 3, WIDTH))
-
-    assert saved.parts[0].roots() == ([], [])
-    assert len(saved.edges) == (reason == "no weight")
-    assert set(losses.named_losses) == {SQUARES, MEAN, LossName(ALL_TOGETHER, True, torch.float32)}
-
-
 def test_a_forward_that_adds_nothing_notes_nothing():
     stage = Stage(0, {"a": nn.Sequential(nn.Linear(WIDTH, WIDTH))})
     one = OneStage(stage, features=[adding([AuxiliaryLoss("never")])])
@@ -134,47 +97,3 @@ def test_a_forward_that_adds_nothing_notes_nothing():
     saved = one.saved(leaf())
 
     assert (len(saved.edges), saved.parts[0].roots(), one.step.losses.named_losses) == (1, ([], []), {})
-
-
-class Failing(nn.Module):
-    def forward(self, x):
-        raise RuntimeError("broken")
-
-
-def test_a_forward_that_fails_leaves_nothing_in_the_modules():
-    stage = Stage(4, {"a": Probed(0), "b": Failing()})
-    one, _ = at_work(stage, step_of())
-
-    with pytest.raises(RuntimeError, match="broken"):
-        one.forward(leaf())
-
-    assert [module.take() for module in modules_with(stage.modules, Auxiliary)] == [None] * 2
-
-
-def test_a_forward_that_runs_again_notes_nothing_and_begins_its_backward_alike():
-    one, losses = stage_and_step()
-    part = one.saved(leaf()).parts[0]
-    noted = losses.named_losses[SQUARES][PLACE].clone()
-
-    again = part.again()
-    with again.around_forward():
-        output = nn.Sequential(*one.stage.modules)(leaf())
-    again.leave(output)
-
-    assert torch.equal(losses.named_losses[SQUARES][PLACE], noted)
-    assert len(again.roots()[0]) == len(part.roots()[0]) == 1
-    assert torch.equal(again.roots()[1][0], torch.ones(()))
-
-
-def test_a_last_stage_that_only_what_it_adds_can_train_is_no_mistake():
-    class Detached(Probed):
-        def forward(self, x):
-            return super().forward(x).detach()
-
-    one, _ = at_work(Stage(4, {"a": Detached(0)}), step_of(lambda output, target: output.mean()), loss=torch.mean)
-
-    saved = one.saved(leaf())
-
-    assert (saved.edges, len(saved.parts[0].roots()[0])) == ([], 1)
-    with pytest.raises(PipelineError, match="nothing would be trained"):
-        OneStage(Stage(5, {"a": Detached(0)}), loss=torch.mean).saved(leaf())

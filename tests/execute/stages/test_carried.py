@@ -115,52 +115,6 @@ def test_the_value_goes_when_a_newer_one_is_left_and_the_gradients_when_they_are
     assert [len(each.gradients) for each in left] == [0, 1]
 
 
-def test_what_a_slice_took_goes_through_the_backward_as_further_inputs_and_outputs():
-    """So whoever runs a backward, whole or split, need not know that anything is carried."""
-    slices, calls = Slices(Mixing()), []
-    run_backward = slices.one.passes._run_backward
-
-    def run(saved, gradients):
-        calls.append((len(saved.inputs), len(saved.edges), len(gradients)))
-        return run_backward(saved, gradients)
-
-    slices.one.passes._run_backward = run
-    for part in range(NUM_SLICES):
-        slices.forward(0, part, values(part, 2, 2, WIDTH))
-    results = [slices.backward(0, part, values(5, 2, 2, WIDTH)) for part in reversed(range(NUM_SLICES))]
-
-    assert calls == [(2, 1, 1), (2, 2, 2), (1, 2, 2)]  # the last slice leaves nothing, the first takes nothing
-    assert [len(each) for each in results] == [1, 1, 1]
-
-
-class Failing(Mixing):
-    def forward(self, x):
-        super().forward(x)
-        raise ValueError("out of luck")
-
-
-def test_a_forward_that_fails_leaves_its_layers_as_they_were():
-    slices = Slices(Failing())
-
-    with pytest.raises(ValueError, match="out of luck"):
-        slices.forward(0, 0, values(1, 2, 2, WIDTH))
-
-    assert slices.modules[0].end_slice() is None
-    assert slices.modules[0].get() is None
-
-
-def test_a_backward_that_fails_leaves_its_layers_as_they_were():
-    layer = Mixing()
-    slices = Slices(layer)
-    slices.forward(0, 0, values(1, 2, 2, WIDTH))
-    slices.forward(0, 1, values(1, 2, 2, WIDTH))
-
-    with pytest.raises(RuntimeError):
-        slices.backward(0, 1, values(1, 7, WIDTH))
-
-    assert layer.carry.get() is None
-
-
 def test_a_layer_that_runs_again_in_its_backward_takes_what_it_took():
     layer = Mixing()
     slices = Slices(layer)

@@ -32,15 +32,6 @@ def kind_of_output(layer):
     return type(layer(values(1, 3, WIDTH)).grad_fn).__name__
 
 
-def test_a_layer_is_taken_out_of_what_torch_compile_returned():
-    plain = block(0)
-
-    found = without_wrappers(torch.compile(plain, backend="aot_eager"))
-
-    assert found is plain
-    assert kind_of_output(found) == COMPILED
-
-
 def test_wrappers_within_a_layer_go_too():
     layer = without_wrappers(Outer())
 
@@ -56,17 +47,6 @@ def test_what_is_no_compiled_module_stays_as_it_is():
     assert without_wrappers(spec) is spec
     assert without_wrappers(plain) is plain
     assert kind_of_output(plain) == "TanhBackward0"
-
-
-def test_layers_are_compiled_in_place_and_torchs_own_too():
-    layers = {"0": block(0), "1": nn.Linear(WIDTH, WIDTH)}
-    stage = Stage(0, layers)
-    names = [name for name, _ in stage.named_parameters()]
-
-    compile_layers([stage], "aot_eager")
-
-    assert [kind_of_output(layer) for layer in stage.modules] == [COMPILED] * 2
-    assert [name for name, _ in stage.named_parameters()] == names
 
 
 def test_layers_that_are_compiled_already_keep_their_backend():

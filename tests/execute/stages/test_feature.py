@@ -1,18 +1,11 @@
 """Modules are told apart by the methods of their classes, and nothing of a module itself is read."""
 
 import pytest
-import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 
-from penstock.execute.parameters.layout import StageParts
-from penstock.execute.parameters.sharded import Sharded
-from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.stages.auxiliary import Auxiliary
 from penstock.execute.stages.carried import Carrying
-from penstock.execute.stages.feature import OutlivingPart, has_methods
-from penstock.execute.transport import LocalTransport
-from penstock.execute.undocumented_backends import mesh_without_groups
+from penstock.execute.stages.feature import has_methods
 from penstock.models import AuxiliaryLoss, Carry, Skip
 from penstock.pipeline import Pipeline
 from penstock.skipping import Skipping
@@ -49,32 +42,3 @@ def test_making_a_pipeline_reads_no_weight_that_is_computed():
     on_ranks(2, case)
 
     assert {"weight", "name"}.isdisjoint(reads)
-
-
-def test_a_layer_with_spectral_norm_begins_as_without_a_pipeline():
-    torch.manual_seed(0)
-    layer = spectral_norm(nn.Linear(WIDTH, WIDTH))
-    before = layer.parametrizations.weight[0]._u.clone()
-
-    Pipeline([layer], "gpipe", 2, square_loss)
-
-    assert torch.equal(layer.parametrizations.weight[0]._u, before)
-
-
-def test_views_of_gathered_weights_are_copied_with_their_graph():
-    (transport,) = LocalTransport.create(1)
-    layer = nn.Linear(3, 3)
-    unit = Sharded(
-        {0: StageParts(lambda: [], [layer])}, None, None, ReplicaExchanges(transport), mesh_without_groups("data", 1, 0)
-    )
-    unit.shard()
-    unit.unshard().wait()
-    other, view = torch.ones(2), layer.weight[:2]
-
-    outputs = OutlivingPart(unit.copied).leave({"other": other, "view": view, "name": "x"})
-
-    assert outputs["other"] is other
-    assert torch.equal(outputs["view"], view)
-    assert outputs["view"].untyped_storage().data_ptr() != layer.weight.untyped_storage().data_ptr()
-    outputs["view"].sum().backward()
-    assert layer.weight.grad.sum() == 6

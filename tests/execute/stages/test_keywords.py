@@ -40,14 +40,6 @@ def test_an_input_may_come_by_keyword_for_the_first_layer_only():
     assert run_layers(stage_of(Masked(), Masked()), (), {"x": 5, "scale": 2}) == 20
 
 
-def test_a_tuple_is_one_argument_of_the_next_layer():
-    class Pair(nn.Module):
-        def forward(self, x):
-            return (x, x)
-
-    assert run_layers(stage_of(Pair(), nn.Identity()), (1,), {}) == (1, 1)
-
-
 class InPlace(nn.Module):
     def forward(self, features):
         return features.mul_(2.0)

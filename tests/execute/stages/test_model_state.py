@@ -168,11 +168,3 @@ def test_what_is_missing_or_unknown_is_left_where_loading_is_not_strict():
 
     expected = nn.Sequential(*layers_of(0)).state_dict() | {"3.weight": state["3.weight"]}
     assert_same_state(on_ranks(2, case)[0], expected)
-
-
-@pytest.mark.parametrize("act", [lambda p: p.state_dict(on_rank=2), lambda p: p.load_state_dict({}, from_rank=-1)])
-def test_a_rank_that_is_not_there_is_refused(act):
-    errors = on_ranks(2, lambda wires: error_of(act, pipeline_of(wires, layers_of(0))))
-
-    assert {type(error) for error in errors} == {ConfigError}
-    assert "expected a rank from 0 to 1" in str(errors[0])

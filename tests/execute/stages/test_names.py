@@ -56,30 +56,6 @@ def test_a_layer_gets_what_a_state_has_for_it():
     assert part_of_state("3", Ends(), state) == {"embed.weight": 4, "place": 5}
 
 
-def test_a_tied_model_of_such_layers_trains_saves_and_loads():
-    torch.manual_seed(0)
-    first = Ends()
-    layers = [first, nn.Linear(4, 4, dtype=torch.float64), Head(first.embed.weight)]
-    model = nn.Sequential(*layers)
-    loss = loss_of(model(WORDS), TARGET)
-    loss.backward()
-    wanted = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-
-    pipeline = ps.Pipeline(layers, "gpipe", 3, loss_of)
-    result = pipeline.step(WORDS, target=TARGET)
-    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
-
-    torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=0)
-    for found, expected in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(found.grad, expected, rtol=1e-12, atol=1e-15)
-    assert [name for name, _ in pipeline.named_parameters()] == ["place", "embed.weight", "1.weight", "1.bias"]
-    assert {"place", "seen", "embed.weight", "1.weight", "1.bias", "head.weight"} >= set(state)
-    pipeline.load_state_dict({name: value + 1 for name, value in state.items()})
-    for name, value in pipeline.state_dict().items():
-        torch.testing.assert_close(value, state[name] + 1)
-
-
 def test_a_spec_says_it_of_a_layer_that_is_not_built():
     spec = ps.LayerSpec("end", lambda: Head(nn.Parameter(torch.zeros(7, 4))), has_full_names=True)
 

@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.stages.carried import begin_slice
-from penstock.execute.stages.offloading import begin_movable, is_on_host, movable, noting_saved, saved_in
+from penstock.execute.stages.offloading import begin_movable, is_on_host, movable, saved_in
 from penstock.execute.stages.recompute import Recomputation
 from penstock.execute.stages.stage import Stage
-from penstock.execute.values.tree import tensors_of
-from penstock.models import Carry
 from tests.local_pipelines import WIDTH, settle, values
-from tests.one_stage import PLACE, OneStage, step_of
+from tests.one_stage import PLACE, OneStage
 
 ROWS = 4
 ONE = 4 * ROWS * WIDTH
@@ -146,22 +143,6 @@ def test_memory_that_is_not_torchs_own_stays_where_it_is():
     assert len(sizes) > 2
 
 
-def test_a_checkpoint_is_moved_and_runs_again_from_what_comes_back():
-    expected = one_stage(linear(), nn.Tanh())
-    _, kept = forward(expected, inputs())
-    stage = one_stage(linear(), nn.Tanh(), is_checkpoint=True)
-    again, x = Recomputation(stage.passes), inputs()
-    _, checkpoint = again.forward(stage.step, PLACE, (x,), {})
-    movable(checkpoint).offload(checkpoint)
-    assert is_on_host(checkpoint)
-    assert [each.untyped_storage().nbytes() for each in tensors_of(checkpoint.arguments)] == [0]
-    movable(checkpoint).reload()
-    saved = again.run_again(stage.step, PLACE, checkpoint)
-
-    assert not is_on_host(saved)
-    assert all(map(torch.equal, gradients(stage, saved), gradients(expected, kept)))
-
-
 def test_a_split_backward_leaves_the_same_weights_for_later():
     kept = []
     for places in ({}, {PLACE: False}):
@@ -177,54 +158,6 @@ def test_a_split_backward_leaves_the_same_weights_for_later():
         one.passes.gradients.add(left)
 
     assert kept[0] == kept[1] == [(64, 64), (64, 64)]
-
-
-class TakesFirst(nn.Module):
-    """Multiplies each slice by what the first one left."""
-
-    def __init__(self):
-        super().__init__()
-        self.carry = Carry()
-
-    def forward(self, x):
-        before = self.carry.get()
-        if before is None:
-            self.carry.put(2 * x)
-        return x * (1 if before is None else before)
-
-
-def test_what_a_slice_takes_of_earlier_ones_stays_where_it_is():
-    layer, step = TakesFirst(), step_of(num_slices=3)
-    places = {(0, 0): False, (0, 1): False}
-    features = [partial(begin_movable, places, False), partial(begin_slice, 0, [layer.carry], 3, None)]
-    stage = OneStage(Stage(0, {"0": layer}), features=features, step=step)
-    kept = [stage.passes.forward(step, (0, index), (inputs(),), {})[1] for index in (0, 1)]
-    taken = kept[1].inputs[-1]
-    for each in kept:
-        movable(each).offload(each)
-
-    assert taken.untyped_storage().nbytes() == ONE  # the third slice takes it too
-    assert kept[1].inputs[0].untyped_storage().nbytes() == 0
-
-
-def test_a_change_in_place_is_an_error_in_torchs_words():
-    held = []
-
-    def layer(x):
-        held.append(x.tanh())
-        return held[0] * 2
-
-    stage = one_stage(Calls(layer))
-    _, saved = forward(stage, inputs())
-    movable(saved).offload(saved)
-    with torch.no_grad():
-        held[0].add_(1)
-    movable(saved).reload()
-
-    with pytest.raises(
-        RuntimeError, match=r"by an inplace operation: \[torch.FloatTensor \[4, 6\]\] is at version 1; "
-    ):
-        gradients(stage, saved)
 
 
 def test_to_read_what_is_on_the_host_is_an_error():
@@ -251,16 +184,6 @@ def test_an_error_while_moving_keeps_nothing_alive(monkeypatch):
 
     assert raised.tb is not None
     assert [each() for each in alive] == [None] * 5
-
-
-def test_who_counts_saved_tensors_sees_them():
-    seen = []
-    stage = one_stage(linear(), nn.Tanh())
-    with noting_saved(lambda tensor: seen.append(tensor.shape)):
-        forward(stage, inputs())
-    forward(stage, inputs())
-
-    assert seen.count((ROWS, WIDTH)) == 2
 
 
 def test_other_microbatches_are_saved_as_ever():

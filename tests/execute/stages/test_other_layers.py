@@ -81,22 +81,6 @@ def test_builders_and_lazy_layers_have_nothing_to_free():
     assert isinstance(layers[2].weight, nn.UninitializedParameter)
 
 
-def test_the_state_of_the_whole_model_is_refused_on_one_rank():
-    layers = blocks()
-    model = nn.Sequential(*layers)
-    state = copy.deepcopy(model.state_dict())
-    free(layers, [1])
-
-    for take in (model.state_dict, lambda: nn.ModuleDict({"body": model}).state_dict()):
-        with pytest.raises(
-            ConfigError, match=r"layer at '(body\.)?0' is another rank's.*pipeline.state_dict\(on_rank=0\)"
-        ):
-            take()
-    with pytest.raises(ConfigError, match=r"the layer at '0' .* Call pipeline\.load_state_dict\(state\)"):
-        model.load_state_dict(state)
-    assert layers[1].state_dict()
-
-
 def test_the_state_of_a_model_that_was_cut_is_refused_on_one_rank_and_it_can_be_cut_again():
     model = nn.Module()
     model.blocks = nn.Sequential(*blocks())

@@ -6,55 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PipelineError
 from penstock.execute.stages.stage import Stage
 from penstock.pipeline import Pipeline
 from tests.execute.ops.test_messages import frames_from_the_loop
-from tests.local_pipelines import WIDTH, block, float_layers, float_task, on_ranks, step_task, values
+from tests.local_pipelines import WIDTH, block, float_task, on_ranks, step_task, values
 from tests.one_stage import OneStage
 
 
 def leaf(seed=1, rows=3):
     return values(seed, rows, WIDTH).requires_grad_()
-
-
-@pytest.mark.feature("D1")
-def test_a_backward_through_two_stages_is_the_backward_through_both():
-    layers = float_layers(num_layers=2)
-    first = OneStage(Stage(0, {"0": layers[0]}))
-    second = OneStage(Stage(1, {"1": layers[1]}), loss=lambda output: output.square().mean())
-    outputs, saved = first.forward(leaf())
-    inner = outputs.detach().requires_grad_()
-    saved_loss = second.saved(inner)
-
-    gradients = second.backward(saved_loss)
-    (found,) = first.backward(saved, *gradients)
-
-    gradients_found = [p.grad.clone() for layer in layers for p in layer.parameters()]
-    for layer in layers:
-        layer.zero_grad()
-    alone = leaf()
-    nn.Sequential(*layers)(alone).square().mean().backward()
-    assert torch.equal(found, alone.grad)
-    assert all(map(torch.equal, gradients_found, [p.grad for layer in layers for p in layer.parameters()]))
-    assert inner.grad is None
-
-
-class First(nn.Module):
-    """Returns the first of a pair."""
-
-    def forward(self, pair):
-        return pair[0] * 1.0
-
-
-def test_an_input_that_took_no_part_gets_zeros():
-    stage = OneStage(Stage(0, {"0": First()}), loss=torch.sum)
-    used, unused = leaf(1), leaf(2)
-
-    gradients = stage.backward(stage.saved((used, unused)))
-
-    assert [float(gradient.sum()) for gradient in gradients] == [used.numel(), 0.0]
-    assert gradients[1].shape == unused.shape
 
 
 class Opening(nn.Module):
@@ -80,17 +40,6 @@ def test_only_inputs_and_outputs_that_need_a_gradient_are_kept():
     assert saved.loss_gradients == []
 
 
-def test_the_gradients_of_a_batch_are_its_callers():
-    batch = leaf()
-    stage = OneStage(Stage(0, {"0": nn.Identity()}), is_first=True)
-
-    saved = stage.saved(batch)
-
-    assert saved.inputs == []
-    assert stage.backward(saved, torch.ones(3, WIDTH)) == []
-    assert torch.equal(batch.grad, torch.ones(3, WIDTH))
-
-
 def test_without_a_loss_the_backward_gives_zeros_and_changes_no_weight():
     stage = OneStage(Stage(0, {"0": block(0)}), loss=torch.sum)
     stage.step.losses.loss = None
@@ -100,14 +49,6 @@ def test_without_a_loss_the_backward_gives_zeros_and_changes_no_weight():
 
     assert torch.equal(gradient, torch.zeros_like(hidden))
     assert all(parameter.grad is None for _, parameter in stage.stage.named_parameters())
-
-
-def test_an_output_that_is_the_input_hands_its_gradient_through():
-    stage = OneStage(Stage(0, {"0": nn.Identity()}))
-
-    (gradient,) = stage.backward(stage.saved(leaf()), values(5, 3, WIDTH))
-
-    assert torch.equal(gradient, values(5, 3, WIDTH))
 
 
 @pytest.mark.feature("D2", "D3", "X16")
@@ -131,29 +72,6 @@ def test_without_training_nothing_is_saved_and_the_loss_is_noted():
     assert saved is None
     assert torch.equal(outputs, torch.ones(3))
     assert float(stage.step.losses.computed[0, 0]) == 3.0
-
-
-class Cutting(nn.Module):
-    """Its outputs need no gradient, whatever its inputs do."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x).detach()
-
-
-@pytest.mark.parametrize(
-    ("inner", "inputs"),
-    [(nn.Linear(2, 2), torch.ones(2)), (nn.Identity(), torch.ones(2, requires_grad=True))],
-    ids=["parameters", "inputs"],
-)
-def test_outputs_that_need_no_gradient_are_an_error_where_there_is_something_to_train(inner, inputs):
-    stage = OneStage(Stage(3, {"last": Cutting(inner)}), loss=torch.sum)
-
-    with pytest.raises(PipelineError, match="stage 3: its outputs need no gradient"):
-        stage.forward(inputs)
 
 
 def test_a_loss_that_needs_no_gradient_is_fine_where_there_is_nothing_to_train():

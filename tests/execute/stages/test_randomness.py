@@ -52,49 +52,6 @@ def test_a_layer_draws_the_same_whatever_was_drawn_before():
     assert not torch.equal(draw(seeded(8), (2, 0), 5), expected)
 
 
-def test_the_callers_generator_stands_afterwards_where_it_stood():
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-
-    draw(seeded(7), (0, 0), 0)
-    with pytest.raises(TypeError):
-        draw(seeded(7), (0, 0), 0, size="wrong")
-
-    assert torch.equal(torch.rand(4), expected)
-
-
-def test_a_loss_draws_by_the_same_rule():
-    randomness = seeded(7)
-
-    with RandomPart(randomness, 0, (0, 0)).around_loss():
-        found = torch.rand(1)
-
-    assert torch.equal(found, draw(randomness, (0, 0), LOSS, 1))
-
-
-def test_without_a_seed_a_forward_that_runs_again_and_its_loss_draw_what_they_drew():
-    torch.manual_seed(3)
-    part = RandomPart(seeded(None), 0, (0, 0))
-    contexts = (part.around_forward, part.around_loss)
-    first = []
-    for context in contexts:
-        began = torch.get_rng_state()
-        with context():
-            first.append(torch.rand(4))
-        assert not torch.equal(torch.get_rng_state(), began)  # the caller's draws go on behind it
-        torch.rand(7)  # somebody else
-    before = torch.get_rng_state()
-
-    again, second = part.again(), []
-    for context in (again.around_loss, again.around_forward):
-        with context():
-            second.insert(0, torch.rand(4))
-
-    assert all(map(torch.equal, first, second))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("first_microbatch", [0, 3])
 def test_with_a_seed_a_forward_that_runs_again_draws_the_same_on_every_replica(first_microbatch):
     part = RandomPart(seeded(7, first_microbatch=first_microbatch), 2, (1, 0))

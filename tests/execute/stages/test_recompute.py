@@ -59,21 +59,6 @@ def test_a_loss_may_run_a_backward_through_itself():
     assert isinstance(stage.saved(values(1, 4, WIDTH)), Checkpoint)
 
 
-def test_the_second_forward_saves_what_the_first_one_would_have_and_notes_nothing():
-    plain, stage = (kind(Stage(0, {"0": block(0)}), loss=torch.sum) for kind in (OneStage, Again))
-    inputs = [values(1, 4, WIDTH).requires_grad_() for _ in range(2)]
-    expected = plain.backward(plain.saved(inputs[0]))
-    checkpoint = stage.saved(inputs[1])
-    stage.step.losses.computed.clear()
-
-    found = stage.backward(stage.run_again(checkpoint))
-
-    assert torch.equal(found[0], expected[0])
-    assert stage.step.losses.computed == {}
-    pairs = zip(stage.stage.named_parameters(), plain.stage.named_parameters(), strict=True)
-    assert all(torch.equal(one.grad, other.grad) for (_, one), (_, other) in pairs)
-
-
 def test_copies_have_the_values_that_the_forward_began_with_and_are_shared_until_they_change():
     layer, other = nn.Module(), nn.Module()
     layer.register_buffer("count", torch.zeros(()))

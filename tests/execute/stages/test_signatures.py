@@ -12,15 +12,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.batch.microbatch import ANY_KEYWORD
 from penstock.execute.stages.signatures import TakenKeywords, taken_keywords
 from tests.execute.stages.test_keywords import Masked, Variadic
-from tests.ranks import run_ranks
 
 
 class Plain(nn.Module):
@@ -82,24 +79,6 @@ def test_a_wrapper_of_torch_takes_what_the_wrapped_layer_takes(wrap):
     assert names(wrap(Masked()), 2) == {"scale"}
     assert names(wrap(Plain())) == set()
     assert names(wrap(nn.Sequential(Masked()))) == set()
-
-
-def wrapped_over_ranks(rank):
-    found = [names(DistributedDataParallel(nn.Linear(2, 2))), names(DistributedDataParallel(Affine()))]
-    return [*found, names(FullyShardedDataParallel(Affine(), device_id=torch.device("cpu")))]
-
-
-class Affine(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-
-    def forward(self, x, scale=1.0):
-        return super().forward(x) * scale
-
-
-@pytest.mark.slow
-def test_data_parallel_wrappers_take_what_the_wrapped_layer_takes():
-    assert run_ranks(1, wrapped_over_ranks) == [[set(), {"scale"}, {"scale"}]]
 
 
 def test_a_compiled_method_and_a_layer_of_torch_keep_their_signature():
@@ -265,18 +244,6 @@ class ByChosen(Wrapper):
         return inner(x, **kwargs)
 
 
-class Attending(nn.Module):
-    """As layers of Hugging Face: what it does not name goes to a function far below."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.attention = ByFunction(nn.Linear(4, 4))
-
-    def forward(self, hidden, attention_mask=None, **kwargs):
-        return self.attention(self.norm(hidden), **kwargs)
-
-
 @pytest.mark.parametrize("wrapper", [Getting, Popping, ByFunction, ByChosen])
 def test_a_forward_that_may_use_its_keywords_itself_takes_every_keyword(wrapper):
     assert ANY_KEYWORD in names(wrapper(nn.Linear(4, 4)))
@@ -294,12 +261,6 @@ def test_a_layer_that_torch_gave_a_class_of_its_own_is_no_wrapper_of_torch():
     assert len(list(layer.children())) == 1
     assert type(layer).__module__.startswith("torch.")
     assert names(layer) == {ANY_KEYWORD}
-
-
-def test_keywords_that_end_in_a_function_below_are_taken_by_the_layer():
-    taken = taken_keywords(Attending())
-
-    assert taken.select({"hidden": 0, "attention_mask": 1, "mask": 2}) == {"attention_mask": 1, "mask": 2}
 
 
 def test_a_forward_of_which_nothing_is_known_takes_every_keyword():

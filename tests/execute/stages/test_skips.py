@@ -97,17 +97,6 @@ def test_a_stage_hands_on_what_goes_past_it():
     assert on_its_way["b"] is b
 
 
-def test_a_stage_may_get_and_hand_on_the_same_value():
-    layers = [Gets("a")]
-    a = torch.ones(1, requires_grad=True)
-    stage = OneStage(Stage(1, {"0": layers[0]}), features=[skipping(layers, ["a"], ["a"])])
-
-    saved = stage.saved((torch.ones(1, requires_grad=True), {"a": a}))
-
-    gradients = stage.backward(saved, torch.full((1,), 10.0), torch.full((1,), 100.0))
-    assert [gradient.item() for gradient in gradients] == [10, 110]
-
-
 def test_a_stage_without_skips_has_nothing_to_do():
     assert StageSkips([nn.Tanh()]).is_empty
     assert not StageSkips([nn.Tanh()], ["a"], ["a"]).is_empty
@@ -152,15 +141,6 @@ def test_a_value_that_is_got_stays_for_a_recomputation_which_puts_nothing_new():
         again = nn.Sequential(*layers)(torch.zeros(2))
 
     assert torch.equal(again, torch.full((2,), 2.0))
-
-
-def test_a_forward_that_runs_again_puts_anew():
-    layers = [Puts("a"), Gets("a")]
-    skips = StageSkips(layers)
-    part = SkipPart(skips)
-    run(skips, layers, (torch.ones(2),), part)
-
-    assert torch.equal(run(skips, layers, (torch.zeros(2),), part.again()), torch.zeros(2))
 
 
 def test_layers_are_left_alone_after_a_forward_that_failed():
@@ -217,11 +197,3 @@ def test_what_would_lose_its_gradient_is_refused():
         with pytest.raises(PenstockError, match="the skip 'needing' is got where gradients are off"):
             own.get("needing")
         assert own.get("number") == 1
-
-
-def test_without_gradients_anything_goes():
-    with torch.no_grad():
-        own = buffer_of()
-        own.put("a", torch.ones(1))
-
-        assert own.get("a") == 1

@@ -71,15 +71,6 @@ def test_the_gradients_of_matrices_come_with_the_weight_part():
     assert bias is not None
 
 
-def test_layers_that_run_again_within_the_backward_leave_their_weights_for_later():
-    stage = OneStage(Stage(0, {"0": Again(nn.Linear(WIDTH, WIDTH))}), is_split=True)
-
-    *_, weight, bias = run_stage(stage, OneStage.backward_input)
-
-    assert weight is None
-    assert bias is not None
-
-
 class Again(nn.Module):
     """Runs its layer once more in the backward; in the older way of torch, that begins a backward of its own."""
 
@@ -150,16 +141,3 @@ def test_nothing_is_said_of(make):
         for _ in range(3):
             stage.begin()
             run_stage(stage, in_two_parts)
-
-
-def test_small_weights_stay_whole_once_their_sizes_are_known_and_nothing_is_said_of_them():
-    stage, early = OneStage(Stage(0, {"0": nn.Linear(WIDTH, WIDTH)}), is_split=True), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            stage.begin()
-            *_, weight, _ = run_stage(stage, OneStage.backward_input)
-            early.append(weight is not None)
-            stage.stage.layers["0"].zero_grad()
-
-    assert early == [False, True]
