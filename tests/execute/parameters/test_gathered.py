@@ -1,6 +1,5 @@
 """A block has this replica's rows, and whole parameters while they are filled; modules hold the one or the other."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -65,34 +64,6 @@ def test_parameters_of_one_type_are_one_piece_of_memory():
         assert addresses == {block.local_part.untyped_storage().data_ptr()}
 
 
-@pytest.mark.feature("X3")
-def test_autograd_accepts_a_weight_that_was_dropped_and_filled_again():
-    replicas = two_replicas()
-    modules, blocks = replicas[0]
-    fill_all(replicas, 0)
-    inputs = torch.ones(4, 3, requires_grad=True)
-    outputs = modules[0](inputs).square().sum()
-    for block in blocks:
-        block.drop()
-    fill_all(replicas, 0)
-
-    outputs.backward()
-
-    weight, bias = layers()[0].parameters()
-    expected = 2 * (torch.ones(4, 3) @ weight.T + bias) @ weight
-    assert torch.allclose(inputs.grad, expected)
-
-
-def test_a_parameter_that_two_modules_share_is_one():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    second.weight = first.weight
-
-    (block,), shard_of = blocks_of([first, second], mesh_without_groups("data", 2, 0))
-
-    assert len(block.parameters) == len(shard_of) == 3
-    assert first.weight is second.weight
-
-
 def test_attributes_and_what_is_trained_go_along():
     layer = nn.Linear(2, 2)
     layer.weight.is_special, layer.bias.requires_grad = True, False
@@ -118,18 +89,3 @@ def test_a_change_of_a_whole_parameter_is_an_error_since_it_would_be_lost():
 
     assert isinstance(error, PipelineError)
     assert "stage 4: Linear.bias was changed in place" in str(error)
-
-
-def test_an_rnn_runs_with_what_it_holds_now():
-    layer = nn.LSTM(3, 2)
-    own = [each.detach().clone() for each in layer.parameters()]
-    (block,), _ = blocks_of([layer], mesh_without_groups("data", 1, 0))
-    block.fill(block.local_part)
-
-    outputs, _ = layer(torch.ones(4, 3))
-
-    again = nn.LSTM(3, 2)
-    with torch.no_grad():
-        for parameter, values in zip(again.parameters(), own, strict=True):
-            parameter.copy_(values)
-    assert torch.equal(outputs, again(torch.ones(4, 3))[0])

@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PipelineError
-from penstock.execute.parameters.gathered import blocks_of
-from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore
+from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.layout import StageParts
-from penstock.execute.parameters.sharded import PackedParts, Sharded, ShardGradients
+from penstock.execute.parameters.sharded import Sharded, ShardGradients
 from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.execute.values.tensors import as_shard, is_dtensor, local_part
-from tests.local_pipelines import error_of, on_ranks, settle, values
+from tests.local_pipelines import on_ranks, settle
 
 STEP = {"is_synced": True, "sums_tied": True, "is_training": True}
 
@@ -152,92 +150,6 @@ def test_a_failed_step_leaves_nothing_whole_and_no_part_of_a_sum():
     assert on_ranks(2, case) == [[[4.0], [4.0]]] * 2
 
 
-def test_a_change_by_a_layer_fails_where_the_unit_is_dropped():
-    def case(transport):
-        replica = Replica(transport)
-        replica.begin_whole()
-        with torch.no_grad():
-            replica.modules[0].weight.mul_(2)
-        return error_of(replica.layout.reshard)
-
-    (error,) = on_ranks(1, case)
-    assert isinstance(error, PipelineError)
-
-
-def packed_on(transport, layers, gradient_of):
-    """Pack gradients on one replica, and return what it gets of their sums, by the shape of a parameter."""
-    mesh = mesh_without_groups("data", transport.num_ranks, transport.rank)
-    blocks, _ = blocks_of(layers, mesh)
-    parameters = [each for block in blocks for each in block.parameters]
-    store, exchanges = GradientStore(lambda: []), ReplicaExchanges(transport)
-    for each in parameters:
-        each.unsharded.grad = gradient_of(transport.rank, each.unsharded)
-    own, found = {each.unsharded: each for each in parameters}, {}
-    packed = [PackedParts([own[whole] for whole in kind], store, exchanges) for kind in store.by_type(own)]
-
-    def take(parts):
-        for own, part in zip(packed, parts, strict=True):
-            found.update({shard: rows.clone() for shard, rows in own.unpacked(part)})
-
-    exchanges.complete(exchanges.scatter([each.pack() for each in packed], take))
-    assert all(each.unsharded.grad is None for each in parameters)
-    return {tuple(shard.shape): rows for shard, rows in found.items()}
-
-
-def test_each_replica_gets_its_rows_of_the_sum():
-    def gradient_of(rank, whole):
-        return values(rank + whole.dim(), *whole.shape).to(whole.dtype)
-
-    def case(transport):
-        return packed_on(transport, [nn.Linear(3, 5), nn.Linear(2, 1, dtype=torch.float64)], gradient_of)
-
-    for rank, found in enumerate(on_ranks(3, case)):
-        for shape, rows in found.items():
-            terms = [values(each + len(shape), *shape).to(rows.dtype) for each in range(3)]
-            expected = (terms[0] + terms[1] + terms[2]).chunk(3)
-            assert torch.equal(rows, expected[rank] if rank < len(expected) else terms[0][:0])
-
-
 def shard(dtype=torch.float32):
     mesh = mesh_without_groups("data", 2, 0)
     return nn.Parameter(as_shard(torch.zeros(2, 3, dtype=dtype), mesh, torch.Size((3, 3)), (3, 1)))
-
-
-def test_rows_become_the_gradient_and_later_ones_are_added_to_them():
-    parameter, gradients = shard(), ShardGradients()
-    assert gradients.of(parameter) is None
-
-    gradients.add(parameter, torch.ones(2, 3))
-    first = parameter.grad
-    gradients.add(parameter, torch.full((2, 3), 2.0))
-
-    assert is_dtensor(first)
-    assert (parameter.grad is first, tuple(first.shape), first.placements) == (True, (3, 3), parameter.placements)
-    assert gradients.of(parameter).tolist() == [[3.0] * 3] * 2
-
-
-def test_what_was_there_before_a_step_is_set_aside_and_the_sum_comes_on_top():
-    parameter, gradients = shard(), ShardGradients()
-    gradients.add(parameter, torch.ones(2, 3))
-
-    gradients.set_aside([parameter])
-    assert parameter.grad is None
-    gradients.add(parameter, torch.full((2, 3), 4.0))
-    gradients.put_sum(parameter, gradients.of(parameter) * 2)
-    gradients.end_step()
-
-    assert gradients.of(parameter).unique().tolist() == [9.0]
-    assert is_dtensor(parameter.grad)
-
-
-def test_main_gradients_are_beside_the_shard_and_wider():
-    parameter = shard(torch.bfloat16)
-    parameter.main_grad = None
-    gradients = ShardGradients(MAIN_GRAD)
-
-    like = gradients.like(parameter)
-    gradients.add(parameter, torch.ones(2, 3))
-
-    assert (tuple(like.shape), like.dtype) == ((2, 3), torch.float32)
-    assert parameter.grad is None
-    assert parameter.main_grad.dtype == torch.float32

@@ -42,19 +42,6 @@ def linear(dtype=torch.float32):
     return settle(nn.Linear(3, 2, dtype=dtype), 1)
 
 
-def test_a_stage_is_one_reduction_however_many_parameters_it_has():
-    def case(transport):
-        own, launched = [linear(), linear(), linear(torch.float64)], []
-        layout = begun(transport, {0: own}, launched=launched)
-        fill(own, transport.rank + 1)
-        layout.reduce(0, is_last=True).wait()
-        return launched, [each.grad.unique().tolist() for module in own for each in module.parameters()]
-
-    for launched, gradients in on_ranks(2, case):
-        assert launched == [[torch.float32, torch.float64]]
-        assert gradients == [[3.0]] * 6
-
-
 def test_what_two_stages_share_is_reduced_with_the_second_and_a_copy_of_a_stage_counts_once():
     def case(transport):
         shared, first, second, launched = linear(), linear(), linear(), []
@@ -78,17 +65,6 @@ def test_without_gradients_to_train_there_is_no_reduction():
         layout.begin_step(is_synced=True, sums_tied=True, is_training=False)
 
     on_ranks(2, case)
-
-
-def test_within_no_sync_only_what_is_tied_is_reduced():
-    def case(transport):
-        tied, other = linear(), linear()
-        layout = begun(transport, {0: [tied, other]}, tied.parameters(), is_synced=False)
-        fill([tied, other], transport.rank + 1)
-        layout.reduce(0, is_last=True).wait()
-        return tied.weight.grad.unique().tolist(), other.weight.grad.unique().tolist()
-
-    assert on_ranks(2, case) == [([3.0], [1.0]), ([3.0], [2.0])]
 
 
 def test_a_sum_belongs_to_the_first_replica_until_the_next_one_and_an_evaluation_leaves_it():

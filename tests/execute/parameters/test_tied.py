@@ -11,10 +11,7 @@ from penstock.errors import ConfigError, PartitionError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.tied import TiedCopy, described_copies, require_equal_kinds
-from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
-from penstock.placement import Placement
-from tests.actions import parse_action
 from tests.local_pipelines import (
     LENGTH,
     VOCABULARY,
@@ -29,7 +26,6 @@ from tests.local_pipelines import (
     values,
 )
 from tests.reference import reference_step
-from tests.test_tied_steps import OPTIMIZERS, PAIR, TASKS, WAYS, learn, learn_alone
 
 FLOAT64 = torch.float64
 
@@ -200,41 +196,6 @@ def tied_modules():
     return layers
 
 
-LOOPED = Schedule.from_actions(
-    "looped",
-    Placement.explicit([0, 1, 0]),
-    [
-        [parse_action(text) for text in order.split()]
-        for order in ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 1B0 1B1")
-    ],
-    num_microbatches=2,
-)
-SHAPES = {"one stage": (1, "1f1b"), "one rank": (2, LOOPED), "two ranks": (2, "1f1b"), "three ranks": (3, "1f1b")}
-
-
-@pytest.mark.feature("E7")
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", WAYS)
-def test_tied_weights_learn_like_one_weight(way, shape):
-    (make_layers, tied), (num_ranks, schedule) = WAYS[way], SHAPES[shape]
-
-    def case(wires):
-        pipeline = Pipeline(make_layers(), schedule, 2, token_loss, transport=wires, tied=tied, **TASKS[0].options)
-        learn(pipeline.parameters(), OPTIMIZERS["sgd"], lambda task: pipeline.step(*task.inputs, target=task.target))
-        return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
-
-    found = on_ranks(num_ranks, case)
-
-    expected = learn_alone(OPTIMIZERS["sgd"])
-    expected[PAIR[1]] = expected[PAIR[0]]
-    weights = {name: weight for part in found for name, weight in part.items()}
-    assert weights.keys() >= expected.keys() - {PAIR[1]}
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12)
-    assert torch.equal(weights.get(PAIR[1], weights[PAIR[0]]), weights[PAIR[0]])
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_layer_that_appears_twice_is_one_layer(num_ranks):
     def make_layers():
@@ -257,42 +218,6 @@ def test_a_layer_that_appears_twice_is_one_layer(num_ranks):
             index, _, own = name.partition(".")
             wanted = dict(layers[int(index)].named_parameters())[own].grad
             torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
-def test_a_sparse_embedding_that_several_ranks_hold_learns_like_one(schedule):
-    def make_layers():
-        layers = tied_modules() if schedule == "1f1b" else untied_modules()
-        layers[0].sparse = True
-        return layers
-
-    tokens, target = (torch.randint(VOCABULARY, (4, LENGTH)) for _ in range(2))
-    task = Task(make_layers, (tokens,), target, token_loss)
-    expected = task.reference(4)[1]
-
-    def case(wires):
-        pipeline = Pipeline(make_layers(), schedule, 4, token_loss, transport=wires)
-        pipeline.step(tokens, target=target)
-        return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
-
-    expected.setdefault("3.weight", expected["0.weight"])
-    for part in on_ranks(2, case):
-        for name, gradient in part.items():
-            assert gradient.is_sparse == (name == "0.weight" and schedule == "dualpipe")
-            torch.testing.assert_close(gradient.to_dense(), expected[name].to_dense(), rtol=1e-12, atol=1e-12)
-
-
-def test_evaluation_leaves_tied_gradients_alone():
-    task = token_task(4, FLOAT64)
-
-    def case(wires):
-        pipeline = Pipeline(tied_modules(), "1f1b", 2, token_loss, transport=wires)
-        pipeline.step(*task.inputs, target=task.target)
-        before = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
-        pipeline.evaluate(*task.inputs, target=task.target)
-        return all(torch.equal(p.grad, before[name]) for name, p in pipeline.named_parameters())
-
-    assert on_ranks(2, case) == [True, True]
 
 
 def test_a_failed_step_keeps_the_tied_gradient_of_the_step_before():
@@ -344,28 +269,3 @@ def test_copies_that_are_not_of_one_kind_with_a_shape_are_refused_on_every_rank(
 
     for message in on_ranks(2, agree):
         assert re.search(text, message)
-
-
-def test_a_frozen_copy_gets_no_gradient():
-    def reduce(wires):
-        copy = copy_of(nn.Parameter(torch.zeros(2), requires_grad=False), [0, 1])
-        store = begun(copy)
-        copy.reduce(wires, store)
-        return copy.parameters["weight"].grad
-
-    assert on_ranks(2, reduce) == [None, None]
-
-
-def test_a_failed_step_gives_back_what_was_accumulated_once():
-    accumulated = torch.ones(2, 3, dtype=FLOAT64)
-    parameter = parameter_of(0, gradient=accumulated)
-    store = begun(copy_of(parameter, [0, 1]))
-    assert parameter.grad is None
-    store.end_step()
-    assert parameter.grad is accumulated
-    parameter.grad = later = torch.zeros(2, 3, dtype=FLOAT64)
-
-    store.begin_step()
-    store.end_step()
-
-    assert parameter.grad is later
