@@ -143,15 +143,6 @@ def receive(wires, *tensors):
         wires.wait(ticket)
 
 
-def test_values_arrive_whatever_is_waited_for_first():
-    found = [torch.zeros(3), torch.zeros(2, 2)]
-
-    between(lambda wires: send(wires, values(0, 3), values(1, 2, 2)), lambda wires: receive(wires, *found))
-
-    assert torch.equal(found[0], values(0, 3))
-    assert torch.equal(found[1], values(1, 2, 2))
-
-
 @pytest.mark.feature("C13")
 def test_a_message_of_another_size_is_refused_before_it_is_taken():
     error = error_of(between, lambda wires: send(wires, values(0, 3)), lambda wires: receive(wires, torch.zeros(4)))
@@ -170,17 +161,6 @@ def test_a_message_of_another_step_is_refused():
 
     assert "(step 1, part 0, 3 values) next" in str(error)
     assert "(step 0, part 0, 3 values) came" in str(error)
-
-
-def test_the_ranks_agree_on_the_debug_level():
-    task = float_task(8)
-
-    def case(wires):
-        pipeline_of(wires, task, "gpipe", debug="messages" if wires.rank else "off")
-
-    error = error_of(on_ranks, 2, case)
-
-    assert "the ranks disagree on debug: rank 0 has off, rank 1 has messages" in str(error)
 
 
 class FailsOnce(nn.Module):

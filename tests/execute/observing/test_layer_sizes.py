@@ -219,18 +219,6 @@ def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
     assert total(tracker, 0) == 0
 
 
-def test_stages_are_told_apart_and_parameters_left_out():
-    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    tracker = SavedTensorTracker(note=ignore)
-    outputs = []
-
-    for stage, layer in enumerate(layers):
-        with tracker.tracking(stage, storages([*layer.parameters()]), attempt):
-            outputs.append(layer(torch.ones(2 + stage, 3, requires_grad=True)))
-
-    assert [total(tracker, stage) for stage in (0, 1)] == [FLOAT * 6, FLOAT * 9]
-
-
 def test_views_of_one_storage_count_once():
     values = torch.zeros(6)
 

@@ -29,7 +29,6 @@ from tests.local_pipelines import (
     values,
     zero,
 )
-from tests.own_weight_gradients import Building, Closing, Fused
 from tests.test_gradients import SMALL, schedules_of, task_for
 
 FLOAT = 4
@@ -154,15 +153,6 @@ def test_after_the_first_part_of_a_backward_only_what_weights_need_is_held():
     last, one = last_of_split_backwards(lambda width: nn.Linear(width, width))
 
     assert (last.num_activations, last.activation_bytes, last.context_bytes) == (2, 0, 2 * one)
-
-
-@pytest.mark.parametrize("kind", [Fused, Closing, Building])
-def test_what_layers_leave_for_later_by_themselves_is_held_too(kind):
-    """Like the products. At the peak one or both of two microbatches wait for W: a message may be under way or not."""
-    last, one = last_of_split_backwards(lambda width: kind(width=width))
-
-    assert last.num_activations == 2
-    assert last.context_bytes in (one, 2 * one)
 
 
 class Shift(nn.Module):

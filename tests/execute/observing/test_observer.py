@@ -23,8 +23,6 @@ from tests.local_pipelines import (
     float_task,
     gradients_of,
     on_pipelines,
-    on_ranks,
-    pipeline_of,
     step_task,
 )
 
@@ -179,20 +177,6 @@ def test_other_things_than_observers_are_refused():
 
         assert isinstance(error, ConfigError)
         assert "expected a list of penstock Observers" in str(error)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_failing_observer_of_one_rank_changes_no_bit_on_any(caplog, place):
-    task = float_task(8)
-
-    def case(wires):
-        pipeline = pipeline_of(wires, task, observers=[Noting([], fails_in=place)] if wires.rank else [])
-        outcome = step_task(pipeline, task)
-        pipeline.step(*task.inputs, target=task.target)
-        return outcome
-
-    assert difference(on_ranks(2, case), task.reference(4)) == []
-    assert len(reports(caplog)) == 1
 
 
 def broken(*_, **__):

@@ -48,16 +48,6 @@ def test_at_most_so_many_computations_are_pending(limit):
     assert max(pending) == limit
 
 
-def test_a_limit_that_is_never_reached_waits_for_nothing():
-    device, program = DeviceStandIn(), program_of()
-
-    _, bounds, _ = throttled(device, 12, program)
-    for row in range(12):
-        bounds[row].call(None)
-
-    assert device.paused_s == 0.0
-
-
 def test_only_computations_are_held_back():
     device, program = DeviceStandIn(), lower(build("gpipe", ranks=2, microbatches=2))
 
@@ -130,17 +120,6 @@ def test_an_error_of_the_device_comes_from_the_computations_that_it_has_not_ende
     assert throttle.rows_of(PipelineError("of this program")) == []
     assert throttle.rows_of(DeadlineExceeded("for a peer", peer=1)) == []
     assert throttle.rows_of(DeadlineExceeded("for the device")) == own_rows[2:3]
-
-
-def test_while_the_device_waits_for_a_peer_its_own_deadline_does_not_count():
-    device, program = DeviceStandIn(), program_of()
-    _, bounds, _ = throttled(device, 1, program, inf, deadline_s=2.0, is_held_up=lambda: device.paused_s < 5.0)
-    bounds[0].call(None)
-
-    error = error_of(bounds[1].call, None)
-
-    assert isinstance(error, DeadlineExceeded)
-    assert 6.9 < device.paused_s < 7.2
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5])
