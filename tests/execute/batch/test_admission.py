@@ -65,15 +65,6 @@ def test_every_rank_knows_the_sizes_and_has_the_parts_that_it_was_given():
     assert first.agreed.signature == middle.agreed.signature == last.agreed.signature
 
 
-@pytest.mark.feature("A5")
-def test_ragged_sizes_reach_ranks_that_were_given_nothing():
-    calls = [((torch.arange(5),), {}, None), NOTHING]
-
-    _, second = on_ranks(2, lambda wires: admit(wires, calls, allow_ragged=True))
-
-    assert [m.size for m in second.microbatches] == [3, 2]
-
-
 def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters():
     def case(wires):
         admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=True, target=False))
@@ -128,16 +119,6 @@ def test_some_of_a_batch_may_stay_where_its_layers_take_it():
     assert [microbatch.size for microbatch in (*batch.microbatches, *scalar.microbatches)] == [3] * 4
 
 
-def test_an_object_with_rows_of_a_batch_that_another_rank_knows_is_refused_on_all_ranks():
-    calls = [((SimpleNamespace(x=torch.zeros(6, 2)),), {}, None), NOTHING, TARGET_ONLY]
-
-    errors = on_ranks(3, lambda wires: refuse(wires, calls, last_ranks=[2]))
-
-    text = "rank 0 refuses the step: args[0].x has 6 rows, as the batch has, but belongs to a types.SimpleNamespace"
-    assert [type(error) for error in errors] == [StepRefused] * 3
-    assert all(text in str(error) for error in errors)
-
-
 @pytest.mark.parametrize(("num_rows", "num_microbatches"), [(5, 2), (6, 1)])
 def test_an_object_of_other_rows_or_for_a_single_microbatch_is_admitted_whole(num_rows, num_microbatches):
     batch = SimpleNamespace(x=torch.zeros(num_rows, 2))
@@ -146,12 +127,6 @@ def test_an_object_of_other_rows_or_for_a_single_microbatch_is_admitted_whole(nu
     first, _ = on_ranks(2, lambda wires: admit(wires, calls, last_ranks=[1], num_microbatches=num_microbatches))
 
     assert all(microbatch.args[0] is batch for microbatch in first.microbatches)
-
-
-def test_a_batch_of_another_shape_has_another_signature():
-    (small, _), (large, _) = (on_ranks(2, admit, [((torch.zeros(rows),), {}, None), NOTHING]) for rows in (2, 4))
-
-    assert small.agreed.signature != large.agreed.signature
 
 
 def test_the_first_stage_may_be_fed_by_keywords_alone():
@@ -215,14 +190,6 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank(name):
         assert text in str(error)
 
 
-def test_a_rank_that_refuses_says_why_and_the_others_whose_batch_it_was():
-    first, second = on_ranks(2, refuse, [((torch.arange(5),), {}, None), TARGET_ONLY])
-
-    assert str(first).startswith("args[0]")
-    assert str(second).startswith("rank 0 refuses the step: args[0]")
-    assert (first.rank, second.rank) == (0, 0)
-
-
 def test_slices_and_their_lengths_reach_every_rank():
     calls = [((WIDE,), {}, None), ((), {}, WIDE), NOTHING]
 
@@ -236,14 +203,6 @@ def test_slices_and_their_lengths_reach_every_rank():
     assert first.agreed.signature == middle.agreed.signature == last.agreed.signature
 
 
-@pytest.mark.feature("A6")
-def test_every_rank_with_a_last_stage_needs_the_target_where_another_has_it():
-    calls = [INPUTS_ONLY, TARGET_ONLY]
-
-    for error in on_ranks(2, lambda wires: refuse(wires, calls, last_ranks=(0, 1))):
-        assert "rank 1 was given a target, rank 0 was not, but holds a last stage" in str(error)
-
-
 def test_all_ranks_know_who_wants_outputs():
     def ask(wires):
         admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=False, target=False))
@@ -251,29 +210,3 @@ def test_all_ranks_know_who_wants_outputs():
         return agreed.wanting_outputs
 
     assert on_ranks(3, ask) == [frozenset({1})] * 3
-
-
-def streamed(wires, streams):
-    """Two steps; return what was admitted, after what the calls of a step would do."""
-    needs = InputNeeds(wires.rank == 0, wires.rank == 2)
-    admission = Admission(Control(wires), BatchRule(2), needs)
-    batches = []
-    for _ in range(2):
-        batch = found_by(admission, StepRequest((streams[wires.rank],)))
-        if batch.prefetcher is not None:
-            batch.prefetcher.pull(1)
-        batches.append(batch)
-    return batches
-
-
-def test_a_stream_is_agreed_by_its_first_microbatch_and_later_steps_have_its_signature():
-    rows = [(torch.full((3,), float(index)), torch.zeros(3)) for index in range(4)]
-
-    first, middle, last = on_ranks(3, streamed, [Stream(rows) for _ in range(3)])
-
-    signatures = {batch.agreed.signature for batches in (first, middle, last) for batch in batches}
-    assert len(signatures) == 1
-    assert [m.size for batch in middle for m in batch.microbatches] == [3] * 4
-    assert [float(part.args[0][0]) for batch in first for (part,) in batch.slices] == [0.0, 1.0, 2.0, 3.0]
-    assert [(batch.prefetcher, batch.has_target) for batch in middle] == [(None, False)] * 2
-    assert all(batch.has_target for batch in last)

@@ -91,19 +91,6 @@ def test_presplit_parts_are_handed_out_as_they_are():
     assert [part.size for part in parts] == [3, 1]
 
 
-@pytest.mark.feature("A2")
-def test_presplit_and_whole_batches_give_the_same_microbatches():
-    x, target = rows(6, 2), rows(6)
-
-    whole = split_batch((x,), {}, target, num_microbatches=3)
-    given_parts = split_batch((PreSplit(x.split(2)),), {}, PreSplit(target.split(2)), num_microbatches=3)
-
-    for one, other in zip(whole, given_parts, strict=True):
-        assert torch.equal(one.args[0], other.args[0])
-        assert torch.equal(one.target, other.target)
-        assert one.size == other.size
-
-
 @pytest.mark.feature("A3")
 @pytest.mark.parametrize(
     ("args", "specs", "message"),
@@ -267,14 +254,6 @@ def test_an_empty_tensor_in_an_object_is_no_row_of_a_batch_that_is_given_to_othe
     parts = split_batch((), {"k": value}, None, num_microbatches=4)
 
     assert all(part.kwargs["k"] is value for part in parts)
-
-
-def test_an_object_of_a_batch_of_one_microbatch_goes_whole():
-    value = Opaque(x=rows(8))
-
-    (part,) = split_batch((rows(8),), {"k": value}, None, num_microbatches=1)
-
-    assert part.kwargs["k"] is value
 
 
 def test_rows_in_an_object_are_counted_along_the_dimension_of_its_marker():

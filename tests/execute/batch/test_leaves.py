@@ -7,10 +7,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from penstock.errors import PipelineError
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.leaves import marking
-from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Split
+from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from tests.execute.batch.test_cutting import split_batch
 from tests.execute.batch.test_microbatch import rows
-from tests.execute.values.test_block_masks import ROWS, dense, mask_of
+from tests.execute.values.test_block_masks import ROWS, mask_of
 
 OLD_TORCH = "dq_kv_order" not in BlockMask.__annotations__
 
@@ -53,16 +53,6 @@ def test_negative_dimensions_count_from_the_end():
     parts = split_batch((rows(4, 3).T,), {}, None, num_microbatches=2, specs=BatchSpec(args=Split(-1)))
 
     assert [tuple(part.args[0].shape) for part in parts] == [(3, 2), (3, 2)]
-
-
-def test_a_block_mask_is_cut_with_the_rows_of_the_batch():
-    mask = mask_of()
-
-    parts = split_batch((PreSplit([rows(3), rows(1), rows(2)]),), {"masks": [mask]}, None, num_microbatches=3)
-
-    found = [dense(part.kwargs["masks"][0], part.size) for part in parts]
-    assert [part.kwargs["masks"][0].shape[0] for part in parts] == [3, 1, 2]
-    assert torch.equal(torch.cat(found), dense(mask, ROWS))
 
 
 def test_a_block_mask_for_any_row_or_one_that_is_marked_goes_whole():

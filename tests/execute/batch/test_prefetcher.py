@@ -17,16 +17,6 @@ class Endless:
         return whole, [whole]
 
 
-def test_a_later_microbatch_brings_those_before_it():
-    slices = [[EMPTY] for _ in range(4)]
-    prefetcher = Prefetcher(slices, Endless())
-
-    prefetcher.pull(2)
-    prefetcher.pull(1)
-
-    assert [row[0].args for row in slices] == [("data 0",), ("data 1",), ("data 2",), ()]
-
-
 def test_what_is_let_go_keeps_its_number_and_its_size():
     slices = [[Microbatch(0, ("x",), {"mask": 1}, "y", 2, 0, 5), Microbatch(0, ("x",), {}, "y", 2, 1, 4)]]
 
@@ -34,19 +24,6 @@ def test_what_is_let_go_keeps_its_number_and_its_size():
 
     assert slices == [[Microbatch(0, (), {}, None, 2, 0, 5), Microbatch(0, (), {}, None, 2, 1, 4)]]
     assert without_data(slices[0][0]) == slices[0][0]
-
-
-def test_a_batch_that_is_there_needs_no_pull_and_costs_no_time():
-    prefetcher = Prefetcher([[EMPTY], [EMPTY]])
-
-    prefetcher.pull(1)
-
-    assert prefetcher.times == DataTimes()
-    assert prefetcher.waits == ()
-
-
-def test_the_waits_for_data_are_those_of_their_source():
-    assert Prefetcher([[EMPTY]], Endless()).waits == Endless.waits
 
 
 class Copies:

@@ -53,21 +53,6 @@ def test_ragged_microbatches_are_never_empty_and_differ_by_one_row(num_rows, num
     assert torch.equal(merge_outputs([part.args[0] for part in parts]), x)
 
 
-def test_presplit_parts_decide_the_sizes_of_whole_tensors():
-    parts = split_batch((PreSplit([rows(3), rows(1)]),), {}, rows(4), num_microbatches=2)
-
-    assert [part.target.tolist() for part in parts] == [[0.0, 1.0, 2.0], [3.0]]
-
-
-def test_a_presplit_marked_replicate_counts_no_rows():
-    lengths = PreSplit([rows(5), rows(9)])
-
-    parts = split_batch((rows(4), lengths), {}, None, num_microbatches=2, specs=BatchSpec(args=(None, Replicate())))
-
-    assert [part.size for part in parts] == [2, 2]
-    assert [len(part.args[1]) for part in parts] == [5, 9]
-
-
 def test_a_presplit_target_decides_where_there_is_no_input():
     parts = split_batch((), {"mask": rows(4)}, {"y": PreSplit([rows(3), rows(1)])}, num_microbatches=2)
 

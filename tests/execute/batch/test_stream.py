@@ -1,15 +1,12 @@
 """A stream gives each microbatch once and loses none to a failed attempt; a reader holds later ones to the first;
 the data of a step are pulled in order, and dropped but for their sizes."""
 
-import warnings
-
 import pytest
 import torch
 
-from penstock.errors import ConfigError, EndOfData, PenstockWarning, PipelineError
+from penstock.errors import ConfigError, EndOfData, PipelineError
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
-from penstock.ir.timeline import DataWait
 from tests.local_pipelines import error_of
 
 
@@ -60,18 +57,6 @@ def test_what_a_step_left_is_passed_over_by_the_next_one():
     assert stream.position == 3
 
 
-def test_a_step_that_was_refused_begins_again_with_the_same_microbatch():
-    stream = Stream([(index, index) for index in range(6)])
-    for _ in range(2):
-        stream.begin_step(0, 3, READ)
-        stream.undo_begin()
-
-    again = stream.begin_step(0, 3, READ)
-    assert inputs_of(again) == 0
-    assert not again.is_of_this_step  # nobody waits for it any more
-    assert stream.position == 0
-
-
 def test_a_stream_that_ended_says_so_again_and_again():
     stream = Stream([(0, 0)])
     stream.begin_step(0, 1, READ)
@@ -99,37 +84,6 @@ def test_a_stream_that_ends_inside_a_step_names_the_counts():
         stream.take()
 
 
-def test_an_item_that_could_not_be_prepared_for_a_refused_step_is_tried_again():
-    attempts = []
-
-    def prepare(item):
-        attempts.append(item)
-        if len(attempts) == 1:
-            raise OSError("for once")
-        return item, item
-
-    stream = Stream(iter("ab"), preprocess=prepare)
-
-    assert isinstance(error_of(stream.begin_step, 0, 1, READ), OSError)
-    stream.undo_begin()
-    assert inputs_of(stream.begin_step(0, 1, READ)) == "a"
-    assert attempts == ["a", "a"]
-
-
-def test_an_item_that_could_not_be_prepared_is_passed_over_with_its_step():
-    def prepare(item):
-        if item == "b":
-            raise OSError("always")
-        return item, item
-
-    stream = Stream(iter("abc"), preprocess=prepare)
-    stream.begin_step(0, 2, READ)
-    stream.take()
-    error_of(stream.take)
-
-    assert inputs_of(stream.begin_step(0, 1, READ)) == "c"
-
-
 def test_the_wait_for_an_item_and_its_preparation_are_timed_apart():
     clock = Clock()
 
@@ -144,14 +98,6 @@ def test_the_wait_for_an_item_and_its_preparation_are_timed_apart():
     pull = Stream(source(), preprocess=prepare).begin_step(0, 1, clock.read)
 
     assert (pull.begin_s, pull.got_s, pull.end_s) == (1.0, 12.0, 18.0)
-
-
-def test_a_stream_belongs_to_the_rank_that_used_it_first():
-    stream = Stream([(0, 0)] * 3)
-    stream.begin_step(1, 1, READ)
-
-    with pytest.raises(PipelineError, match="rank 2 was given the stream of rank 1"):
-        stream.begin_step(2, 1, READ)
 
 
 @pytest.mark.parametrize("item", [torch.zeros(2), (torch.zeros(2),), {"x": 1}, None])
@@ -229,30 +175,6 @@ def test_shapes_that_may_vary_do(second, rules):
     reader = reader_of([item(2), second], has_variable_shapes=True, **rules)
 
     assert [reader.next(index)[0].args[0].shape for index in range(2)] == [(2, 4), second[0].shape]
-
-
-def test_only_the_first_slow_pull_of_a_step_is_warned_of():
-    moments = iter([0.0, 0.0, 0.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0])  # begin, got, ready of each of three pulls
-    reader = reader_of([item(2)] * 3, read=lambda: next(moments), warn_s=0.9)
-
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for index in range(3):
-            reader.next(index)
-
-    (warning,) = found
-    assert warning.category is PenstockWarning
-    assert "rank 1 waited 500 ms for the data of microbatch 1 and prepared them for 500 ms" in str(warning.message)
-
-
-def test_every_wait_is_noted_with_its_microbatch_when_it_was():
-    moments = iter([0.0, 0.25, 0.5, 1.0, 1.5, 2.0])  # begin, got, ready of each of two pulls
-    reader = reader_of([item(2)] * 2, read=lambda: next(moments))
-
-    for index in range(2):
-        reader.next(index)
-
-    assert reader.waits == [DataWait(1, 0, 0.0, 0.5), DataWait(1, 1, 1.0, 2.0)]
 
 
 def test_a_wait_of_a_step_that_was_refused_is_none_of_the_next_one():

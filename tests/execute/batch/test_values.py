@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import StepRefused
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.batch.values import BatchValues, refuse_other_values
 from penstock.execute.control.collectives import Control
@@ -171,15 +170,6 @@ def refusals(*batches):
         return error_of(refuse_other_values, Control(wires), values, everyone)
 
     return on_ranks(len(batches), case)
-
-
-def test_the_rank_whose_values_are_others_than_those_of_most_is_named():
-    same, other = ((drawn(3), drawn(2)), {}, drawn(4)), ((drawn(3), drawn(2) + 1), {}, drawn(4))
-
-    for error in refusals(other, same, same):
-        assert type(error) is StepRefused
-        assert error.rank == 0
-        assert "rank 1 and rank 0 were given different values in args[1]; pass the same batch" in str(error)
 
 
 def test_many_places_are_counted_and_places_that_a_rank_was_not_given_are_left_out():

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.step_losses import StepLosses
-from tests.local_pipelines import error_of, on_ranks
+from tests.local_pipelines import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -38,15 +37,6 @@ def test_losses_arrive_with_their_bits_and_type(dtype):
         assert torch.equal(result.loss, losses[0] * 0.25 + losses[1] * 0.25 + losses[2] * 0.5)
 
 
-@pytest.mark.feature("0.13", "E13", "X35", "X45")
-def test_losses_may_lie_on_different_ranks():
-    losses = [torch.tensor(1.5), torch.tensor(2.5)]
-
-    for result in on_ranks(2, share, losses, [0.5, 0.5], (0, 1)):
-        assert [float(loss) for loss in result.losses] == [1.5, 2.5]
-        assert float(result.loss) == 2.0
-
-
 def test_a_loss_that_is_not_finite_stays_so_unless_it_weighs_nothing():
     losses = [torch.tensor(float("nan")), torch.tensor(2.0), torch.tensor(float("inf"))]
 
@@ -63,19 +53,6 @@ def test_without_losses_there_is_no_loss():
     results = on_ranks(2, lambda wires: LossExchange(Control(wires), CPU).share(losses_of(2, [0.5, 0.5])))
 
     assert [(result.loss, result.losses, result.outputs) for result in results] == [(None, [], None)] * 2
-
-
-def test_the_loss_of_a_microbatch_is_made_of_those_of_its_slices():
-    def case(wires):
-        own = losses_of(2, [0.25, 0.75], [0.5, 0.5, 0.0])
-        if wires.rank == 1:
-            found = [[1.0, 3.0, float("nan")], [2.0, 6.0, 9.0]]
-            own.computed.update({(b, q): torch.tensor(found[b][q]) for b in range(2) for q in range(3)})
-        return LossExchange(Control(wires), CPU).share(own)
-
-    for result in on_ranks(2, case):
-        assert [float(loss) for loss in result.losses] == [2.0, 4.0]
-        assert float(result.loss) == 3.5
 
 
 # ---- names
@@ -185,13 +162,6 @@ def test_losses_of_several_types_keep_theirs():
         assert [(float(loss), loss.dtype) for loss in result.losses] == [(float(loss), loss.dtype) for loss in losses]
 
 
-@pytest.mark.feature("E14")
-def test_a_batch_in_which_nothing_counts_has_losses_of_0():
-    (result,) = on_ranks(1, share_named, [("a", False, b, 0.0) for b in (0, 1)], (0.0, 0.0))
-
-    assert (float(result.loss), numbers(result.named_losses)) == (0.0, {"a": 0.0})
-
-
 class CpuAsGpu(TorchFunctionMode):
     """Lets the CPU stand in for a GPU: notes what is brought to it, and each wait for it."""
 
@@ -230,15 +200,3 @@ def test_losses_of_a_step_are_brought_to_a_gpu_at_once_and_are_waited_for_once_w
 
     assert [each[1:] for each in results] == [([True], 1, [], 0), ([True], 1, [], 0), ([True], 0, [], 0)]
     assert [each[0] for each in results] == [{"z": 0.5, "a": 4.0, "b": 4.0}] * 3
-
-
-def test_one_name_for_two_losses_is_refused_on_every_rank_every_time():
-    def case(wires):
-        exchange = LossExchange(Control(wires), CPU)
-        return [
-            error_of(exchange.share, named_losses_of([("a", bool(wires.rank), b, 1.0) for b in (0, 1)])) for _ in (0, 1)
-        ]
-
-    for errors in on_ranks(2, case):
-        assert all(isinstance(error, PipelineError) for error in errors)
-        assert all("both the loss function and an auxiliary loss" in str(error) for error in errors)

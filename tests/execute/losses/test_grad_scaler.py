@@ -62,35 +62,11 @@ def test_without_an_overflow_gradients_stay_and_optimizers_step():
     assert second == [pytest.approx([-3e38 / 8, 3e38 / 8])]
 
 
-def test_sparse_gradients_overflow_like_others():
-    for values, scale in on_ranks(2, lambda wires: decide(wires, [[sparse(1.0, INF)], [sparse(8.0)]])):
-        assert (values, scale) == ([[1.0, 1.0]], 4.0)
-
-
 def test_entries_of_a_sparse_gradient_that_are_finite_once_unscaled_are_no_overflow():
     first, second = on_ranks(2, lambda wires: decide(wires, [[sparse(2e38, 2e38)], [sparse(8.0)]]))
 
     assert first == ([[pytest.approx(-4e38 / 8), 1.0]], 8.0)
     assert second == ([[0.0, 1.0]], 8.0)
-
-
-def test_all_scales_grow_in_the_same_step_also_where_a_rank_has_gradients_now_and_then():
-    def run(wires):
-        scaler = make_scaler()
-        shared = SharedScaler(scaler, Control(wires), CPU, "grad")
-        parameter = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([parameter], lr=0.0)
-        scales = []
-        for step in range(6):
-            parameter.grad = None if (step + wires.rank) % 3 else torch.ones(2)
-            shared.share([parameter])
-            if parameter.grad is not None:
-                scaler.step(optimizer)
-            scaler.update()
-            scales.append(shared.scale)
-        return scales
-
-    assert on_ranks(2, run) == [[8.0, 16.0, 16.0, 32.0, 32.0, 64.0]] * 2
 
 
 def test_a_scaler_is_found_behind_its_methods_only():

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from penstock import LossOutput
-from penstock.errors import PipelineError
 from penstock.execute.batch.admission import Batch
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.control.agreement import AgreedStep, BatchWeight, Mode, StepProposal
@@ -20,14 +18,6 @@ NAME = LossName("balance", True, torch.float32)
 
 def empty(**options):
     return StepLosses(1, 1, **options)
-
-
-def test_two_steps_collect_apart():
-    first, second = empty(), empty()
-
-    first.computed[0, 0] = torch.tensor(1.0)
-
-    assert second.computed == {}
 
 
 def test_losses_of_one_name_and_place_are_added_up_without_their_graph():
@@ -109,18 +99,6 @@ def test_a_backward_begins_at_the_weighted_loss_and_the_loss_is_noted_unweighted
     assert not losses.computed[PLACE].requires_grad
 
 
-def test_a_scale_changes_the_beginning_alone():
-    output = torch.tensor(3.0, requires_grad=True)
-    losses = losses_of(lambda output, target: {"a": output}, scale=lambda loss: loss * 8.0)
-
-    root = compute(losses, output)
-
-    assert root.item() == 6.0
-    assert (
-        float(losses.computed[PLACE]) == float(losses.named_losses[LossName("a", False, torch.float32)][PLACE]) == 3.0
-    )
-
-
 def test_in_evaluation_nothing_begins_and_nothing_is_scaled():
     calls = []
     losses = losses_of(lambda output, target: output, scale=lambda loss: calls.append(loss))
@@ -130,46 +108,11 @@ def test_in_evaluation_nothing_begins_and_nothing_is_scaled():
     assert calls == []
 
 
-def test_a_loss_of_no_weight_begins_nothing():
-    losses = losses_of(lambda output, target: output * float("nan"), weight=0.0)
-
-    assert compute(losses, torch.tensor(3.0, requires_grad=True)) is None
-    assert losses.computed[PLACE].isnan()
-
-
-@pytest.mark.feature("0.12")
-def test_a_loss_that_lets_go_of_the_output_is_refused():
-    losses = losses_of(lambda output, target: output.detach())
-
-    with pytest.raises(PipelineError, match="microbatch 1: the loss does not depend on the output any more"):
-        compute(losses, torch.tensor(3.0, requires_grad=True))
-
-
 def test_without_a_loss_function_there_is_none():
     losses = losses_of(None)
 
     assert compute(losses, torch.tensor(3.0, requires_grad=True)) is None
     assert losses.computed == {}
-
-
-def test_a_function_that_asks_is_told_its_factor():
-    losses = losses_of(lambda output, target, *, weight: output + weight, takes_weight=True)
-
-    compute(losses, torch.tensor(3.0, requires_grad=True))
-
-    assert float(losses.computed[PLACE]) == 3.25
-
-
-def test_what_is_named_and_reported_is_noted_and_the_count_is_compared():
-    losses = losses_of(
-        lambda output, target: LossOutput({"a": output, "b": output}, 3, reported="x"), counts=[[1.0], [3.0]]
-    )
-
-    compute(losses, torch.tensor(3.0, requires_grad=True))
-
-    assert float(losses.computed[PLACE]) == 2.0
-    assert {name.name: float(losses[PLACE]) for name, losses in losses.named_losses.items()} == {"a": 1.0, "b": 1.0}
-    assert losses.reported == {PLACE: "x"}
 
 
 def total(output, target):
