@@ -211,13 +211,6 @@ def test_replicas_gather_along_one_dimension_and_then_the_next():
         assert across == [index % 3, index % 3 + 3]
 
 
-def test_long_values_of_all_replicas_arrive_whole():
-    long = "x" * (3 * HEAD_BYTES)
-
-    for found in on_mesh(2, 2, lambda places: Control.of(places).all_gather_object([places.index, long])):
-        assert found == [[rank, long] for rank in range(4)]
-
-
 def test_a_failure_of_one_replica_is_told_to_all_with_its_places():
     def case(places):
         def make():

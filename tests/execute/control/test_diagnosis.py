@@ -6,32 +6,21 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from struct import pack_into
 
 import pytest
-import torch
 
-from penstock.errors import PipelineError
-from penstock.execute.control.collectives import Control
 from penstock.execute.control.diagnosis import LEGEND, Cause, Verdict, diagnose, process_trouble
 from penstock.execute.control.positions import (
     SLOT_BYTES,
     VERDICT_BYTES,
     Failure,
     PositionBoard,
-    PositionMemory,
     State,
     first_verdict,
 )
-from penstock.execute.control.watchdog import Watchdog
-from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.rank_names import RankNames
-from tests.boards import boards_of_threads, watching
-from tests.ranks import run_ranks_with_deaths
-
-DEADLINE_S, LONGEST_S = 0.6, 60.0
-NEVER_S = 10 * LONGEST_S
+from tests.boards import boards_of_threads
 
 
 def describe(rank, row):
@@ -233,76 +222,3 @@ def test_a_rank_of_a_mesh_is_blamed_by_its_number_wherever_it_is_in_the_mesh(sle
 
     assert verdict.culprit == numbers[culprit]
     assert verdict.heading.startswith(f"{names[culprit]} is the culprit: its process {sleeper.pid} is gone")
-
-
-# --- planted faults on a line of four processes: rank r waits for rank r + 1, and rank 2 does not answer
-
-
-def linger_in_layer():
-    time.sleep(NEVER_S)
-
-
-def wait_until_seen(fault, board):
-    """Wait until the others can see on the board, or of the process, that rank 2 hangs or is stopped."""
-    while not (board.read(2).stack if fault == "hang" else process_trouble(board.read(2).pid)):
-        time.sleep(0.01)
-
-
-def misbehave(fault, board):
-    if fault == "raise":
-        board.note_failure(Failure("ZeroDivisionError: planted", "", "", "", "  File model.py"))
-        return
-    if fault in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-    linger_in_layer()
-
-
-def line_with_fault(rank, fault):
-    transport = TorchTransport(deadline_s=NEVER_S)
-    with PositionMemory(RankNames.plain(4)) as memory:
-        paths = Control(transport).all_gather_object(memory.path)
-        board = memory.board(rank, ["here"] * 4, paths)
-        Control(transport).all_gather_object("mapped")
-    with watching(Watchdog(board, DEADLINE_S)):
-        board.note(20 + rank)
-        if rank == 2:
-            while any(board.read(other).state is not State.WAITING for other in (0, 1, 3)):
-                time.sleep(0.01)
-            misbehave(fault, board)
-            transport.abort()
-            return None
-        peer = rank + 1 if rank < 2 else 2
-        board.note_wait(peer)
-        if fault in ("stop", "hang"):
-            wait_until_seen(fault, board)
-            transport.deadline_s = DEADLINE_S
-        try:
-            transport.wait(transport.post_receive(peer, torch.zeros(1)))
-        except PipelineError as error:
-            verdict = diagnose(board, describe, peer=error.peer)
-            transport.abort()
-            if rank == 0 and fault in ("stop", "hang"):
-                os.kill(board.read(2).pid, signal.SIGKILL)
-            return verdict
-
-
-FAULTS = {
-    "kill": "is gone",
-    "stop": "is stopped",
-    "hang": "it has been in instruction 22 of rank 2 for",
-    "raise": "it raised ZeroDivisionError: planted",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_all_survivors_of_a_planted_fault_agree_on_the_culprit(fault):
-    outcome = run_ranks_with_deaths(4, line_with_fault, fault, timeout_s=LONGEST_S)
-
-    survivors = {rank: verdict for rank, verdict in outcome.results.items() if rank != 2}
-    verdicts = list(survivors.values())
-    assert sorted(survivors) == [0, 1, 3]
-    assert [verdict.culprit for verdict in verdicts] == [2, 2, 2]
-    assert FAULTS[fault] in verdicts[0].reason
-    assert len({text_of(verdict) for verdict in verdicts}) == 1
-    assert ("linger_in_layer" in text_of(verdicts[0])) == (fault == "hang")

@@ -67,22 +67,6 @@ def test_long_texts_are_cut_and_the_next_slot_stays_whole():
     assert first_verdict(second).strip("v") == ""
 
 
-def test_a_failure_is_read_field_by_field_whatever_lines_it_has():
-    writer, reader = boards_of_threads(2)
-    failure = Failure("ValueError: planted", "", "", "where it is", "  File a.py\n\n    raise")
-    writer.note_failure(failure)
-
-    assert reader.read(0).failure == failure
-
-
-def test_the_earliest_verdict_is_the_one_for_all():
-    boards = boards_of_threads(3)
-    boards[2].note_verdict("first")
-    boards[0].note_verdict("second")
-
-    assert [first_verdict(board) for board in boards] == ["first"] * 3
-
-
 def test_texts_of_an_earlier_epoch_no_longer_count():
     early, late = boards_of_threads(2)
     early.note_failure(Failure("old failure"))

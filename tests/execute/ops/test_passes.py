@@ -1,14 +1,13 @@
-"""A pass takes what it works on, leaves what later rows need, and waits for messages in calls of their own."""
+"""What stays on a rank is handed on there, a message that has come is taken once, and memory follows the program."""
 
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
-from penstock.errors import PipelineError
 from penstock.execute.accelerator import allocator_bytes, reset_peak
 from penstock.execute.observing.memory_report import MemoryWatch
-from penstock.execute.ops.passes import backward, backward_input, forward, recompute, weight
+from penstock.execute.ops.passes import backward, forward
 from penstock.ir.operations import Op
 from penstock.lowering import lower
 from penstock.placement import Placement
@@ -16,36 +15,6 @@ from penstock.schedules import build
 from tests.compiled import SayingPasses, context_of, row_of, run_calls, step_for
 from tests.execute.test_run import drawn
 from tests.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
-
-
-def test_a_forward_of_the_batch_saves_and_puts_its_outputs_out():
-    program, said = lower(build("1f1b", ranks=2, microbatches=3)), []
-    context = context_of(program, 0, said)
-    step, row = step_for(context), row_of(program, "0F1")
-
-    [bound] = forward(context, row)
-    bound.call(step)
-
-    assert said[0] == ("forward", (1, 0), ("data 1.0",), {"mask": 1})
-    assert step.values[context.keys.activation_of(row)] == "saved"
-    assert step.values[context.keys.result_of(row)].value == "outputs"
-
-
-def test_a_forward_of_a_message_waits_for_it_in_a_call_of_its_own():
-    program, said = lower(build("1f1b", ranks=2, microbatches=3)), []
-    context = context_of(program, 1, said)
-    step, receive = step_for(context), row_of(program, "1RECV_F0", 1)
-    step.values[context.keys.message_of(receive)] = "posted"
-
-    wait, compute = forward(context, row_of(program, "1F0", 1))
-    assert (wait.awaits, compute.awaits) == (receive, None)
-    wait.call(step)
-    assert said[0] == ("take_tree", "posted")
-    compute.call(step)
-
-    assert said[-1] == ("forward", (0, 0), ("take_tree",), {"mask": 0})
-    assert step.values == {context.keys.activation_of(row_of(program, "1F0", 1)): "saved"}  # a last stage sends nothing
-
 
 LOCAL = lower(drawn(Placement.explicit([0, 0]), "0F0 1F0 1B0 0B0"))
 
@@ -95,68 +64,6 @@ def test_outputs_and_gradients_of_a_stage_on_this_rank_stay_here():
     assert step.values == {}  # nor has a first stage anybody to make gradients for
 
 
-def test_an_output_that_was_changed_meanwhile_is_refused():
-    value = torch.ones(2)
-    run_row, _, _ = local_stages(value)
-    run_row(forward, "0F0")
-
-    value += 1
-
-    with pytest.raises(PipelineError, match="0F0: a tensor of its output was changed in place"):
-        run_row(forward, "1F0")
-
-
-class Checkpointing:
-    def forward(self, step, place, inputs, keywords):
-        return "outputs", "checkpoint"
-
-
-def test_a_forward_that_runs_again_keeps_its_inputs_and_another_its_activation():
-    program = lower(ps.with_recompute(build("1f1b", ranks=2, microbatches=1), stages=[0]))
-    for rank, kept in enumerate(("checkpoint", "saved")):
-        context = context_of(program, rank)
-        context.recomputations[0] = Checkpointing()
-        step, row = step_for(context), row_of(program, f"{rank}F0", rank)
-        *_, call = forward(context, row)
-        if rank:
-            step.values[context.keys.message_of(row_of(program, "1RECV_F0", 1))] = "inputs"
-        call.call(step)
-        assert step.values[context.keys.activation_of(row)] == kept
-
-
-def test_a_forward_of_an_evaluation_keeps_nothing():
-    context = context_of(lower(build("1f1b", ranks=1, microbatches=1, forward_only=True)))
-    step = step_for(context)
-
-    run_calls(forward(context, row_of(context.program, "0F0")), step)
-
-    assert step.values == {}
-
-
-@pytest.mark.parametrize(
-    ("family", "handler", "text", "call", "kept", "made"),
-    [
-        ("1f1b", backward, "1B0", ("backward", "saved", ()), None, "gradients"),
-        ("zb-h1", backward_input, "1I0", ("backward input", "saved", ()), "left", "gradients"),
-        ("zb-h1", weight, "1W0", ("backward weight", "saved"), None, None),
-    ],
-    ids=["a whole one", "the part for the inputs", "the part for the weights"],
-)
-def test_a_backward_makes_gradients_and_frees_its_activation_but_for_what_weights_need(
-    family, handler, text, call, kept, made
-):
-    program, said = lower(build(family, ranks=2, microbatches=2)), []
-    context = context_of(program, 1, said)
-    step, row = step_for(context), row_of(program, text, 1)
-    step.values[context.keys.activation_of(row)] = "saved"
-
-    run_calls(handler(context, row), step)
-
-    expected = {context.keys.activation_of(row): kept, context.keys.result_of(row): made}
-    assert said == [call]
-    assert step.values == {key: value for key, value in expected.items() if value is not None}
-
-
 def test_a_message_that_has_come_is_taken_once_and_releases_what_has_arrived():
     program, said = lower(build("1f1b", ranks=2, microbatches=2)), []
     context = context_of(program, 0, said)
@@ -171,23 +78,6 @@ def test_a_message_that_has_come_is_taken_once_and_releases_what_has_arrived():
 
     assert said[2:] == [("backward", "saved", "take_gradients")]
     assert step.values == {}
-
-
-class Again:
-    def run_again(self, step, place, checkpoint):
-        return place, checkpoint
-
-
-def test_a_recomputation_puts_the_activation_in_the_place_of_the_checkpoint():
-    program = lower(ps.with_recompute(build("1f1b", ranks=1, microbatches=2)))
-    context = context_of(program)
-    context.recomputations[0] = Again()
-    step, row = step_for(context), row_of(program, "0R1")
-    step.values[context.keys.activation_of(row)] = "checkpoint"
-
-    run_calls(recompute(context, row), step)
-
-    assert step.values == {context.keys.activation_of(row): ((1, 0), "checkpoint")}
 
 
 ROWS = 4

@@ -7,8 +7,6 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.lowering import lower
 from penstock.schedules import build
 
-PROGRAM = lower(build("1f1b", ranks=3, microbatches=4))
-
 
 def texts(program, rows):
     return [str(program.instruction(row)) if row != NONE else "" for row in rows]

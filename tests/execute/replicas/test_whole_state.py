@@ -69,7 +69,3 @@ def test_shards_that_were_given_are_taken_as_they_are_and_what_is_missing_stays(
 
     assert torch.equal(torch.cat([weight for weight, _, _ in ranks]), settle(Scaled(), 9).weight)
     assert torch.equal(torch.cat([bias for _, bias, _ in ranks]), ranks[0][2])
-
-
-def test_the_ranks_of_a_local_mesh_know_where_shards_lie():
-    assert [places.mesh.get_coordinate() for places in local_mesh(pipeline=2, data=2)] == [(0,), (0,), (1,), (1,)]

@@ -43,6 +43,7 @@ def test_parts_are_the_masks_that_their_rows_would_have_been_given(separate_full
         assert torch.equal(dense(part, size), dense(mask, ROWS)[first : first + size])
 
 
+@pytest.mark.slow
 def test_attention_by_parts_is_that_of_the_whole():
     query, key, value = torch.randn(3, ROWS, 2, LENGTH, 16, generator=torch.Generator().manual_seed(2)).unbind()
     mask = mask_of()

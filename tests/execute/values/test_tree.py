@@ -180,13 +180,6 @@ def test_a_mapping_that_its_class_cannot_rebuild_is_an_error():
         map_leaves(lambda leaf: leaf, Counted(number=torch.ones(1)))
 
 
-def test_fields_outside_the_constructor_are_kept():
-    state = State(1)
-    object.__setattr__(state, "late", 5)
-
-    assert map_leaves(lambda leaf: leaf * 2, state).late == 10
-
-
 @dataclass
 class Scaled:
     """A dataclass that changes a field when it is built, and derives an attribute from another."""
