@@ -207,6 +207,8 @@ WAITING = {
     Looking: MLP_NAMES,
     Checkpointed: ["block.down.weight", "block.up.weight"],
 }
+SLOW_AS_WELL = (Attention, Asking, Counting, Recomputing, Looking)
+"""Those whose products, functions and graphs are like those of a quicker one."""
 BACKENDS = [
     pytest.param(aot_eager, id="aot_eager"),
     pytest.param(penstock, id="penstock", marks=pytest.mark.slow),
@@ -262,7 +264,9 @@ def same(one, other):
 
 @pytest.mark.feature("X52")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("make", WAITING)
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, marks=[pytest.mark.slow] * (make in SLOW_AS_WELL)) for make in WAITING]
+)
 def test_both_parts_together_are_the_whole_backward_bit_for_bit(make, backend):
     layer = compiled(make, backend)
     wanted = whole(layer)

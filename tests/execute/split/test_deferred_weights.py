@@ -662,14 +662,3 @@ def test_what_is_compiled_has_the_same_gradients(wrapped, options):
 
     for _ in range(3):
         assert differing(module, other, values(1, 3, WIDTH), plan) == []
-
-
-def test_without_gradients_nothing_is_left():
-    module, plan = linear(), any_size()
-    deferred = plan.start(3 * WIDTH)
-
-    with torch.no_grad():
-        output = module(values(1, 3, WIDTH))
-
-    assert not output.requires_grad
-    assert deferred.entries == []

@@ -25,14 +25,6 @@ def function():
     return Doubled, seen
 
 
-def test_outside_of_a_split_backward_everything_is_wanted():
-    doubled, seen = function()
-
-    doubled.apply(torch.ones(2, requires_grad=True)).sum().backward()
-
-    assert seen == [(True, True)]
-
-
 @pytest.mark.parametrize(
     ("part", "expected"), [(BackwardHalf.INPUT, (True, False)), (BackwardHalf.WEIGHT, (False, True))]
 )
