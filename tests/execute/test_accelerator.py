@@ -90,19 +90,35 @@ def test_a_torch_for_cpus_alone_has_no_events():
         make_event(GPU)
 
 
-def test_a_device_without_further_streams_is_noted_once(monkeypatch, caplog):
-    def lacks(device):
-        raise RuntimeError("Backend doesn't support create a new Stream.")
+def lacks(device):
+    raise RuntimeError("not on this device")
 
-    monkeypatch.setattr(torch, "Stream", lacks)
+
+LACKING = {
+    "streams beside the current one: not on this device": ((torch, "Stream", lacks), make_stream),
+    "bytes of its allocator: not on this device": (
+        (torch.accelerator, "memory_allocated", lacks),
+        lambda device: reset_peak(device) or allocator_bytes(device),
+    ),
+    "generators of random numbers: seeds and checkpoints leave them out": (
+        (torch, "get_device_module", lambda device: object()),
+        default_generator,
+    ),
+}
+"""By the end of the note, the part of torch that devices of kind mps lack, and ours that then returns None."""
+
+
+@pytest.mark.parametrize("what", LACKING)
+def test_what_a_device_lacks_is_noted_once_and_left_out(two_gpus, monkeypatch, caplog, what):
+    lacking, ask = LACKING[what]
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    monkeypatch.setattr(*lacking)
     accelerator._say_once.cache_clear()
 
     with caplog.at_level(logging.WARNING, "penstock"):
-        found = [make_stream(torch.device("mps")) for _ in range(2)]
+        assert [ask(torch.device("mps")) for _ in range(2)] == [None, None]
 
-    assert found == [None, None]
-    text = "devices of kind 'mps' have no streams beside the current one: Backend doesn't support create a new Stream."
-    assert [record.getMessage() for record in caplog.records] == [text]
+    assert [record.getMessage() for record in caplog.records] == [f"devices of kind 'mps' have no {what}"]
 
 
 def test_the_host_waits_for_devices_that_queue_alone(monkeypatch):
@@ -131,22 +147,6 @@ def test_the_allocator_says_what_it_has_given_out_now_and_at_most(monkeypatch):
     assert resets == [GPU]
 
 
-def test_a_device_that_counts_no_bytes_is_noted_once_and_its_figures_are_left_out(monkeypatch, caplog):
-    def lacks(device):
-        raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
-
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", lacks)
-    accelerator._say_once.cache_clear()
-
-    with caplog.at_level(logging.WARNING, "penstock"):
-        found = [allocator_bytes(torch.device("mps")) for _ in range(3)]
-        reset_peak(torch.device("mps"))
-
-    assert found == [None] * 3
-    text = "devices of kind 'mps' have no bytes of its allocator: Allocator for mps is not a DeviceAllocator."
-    assert [record.getMessage() for record in caplog.records] == [text]
-
-
 def test_layers_draw_from_the_generator_of_their_device(two_gpus, monkeypatch):
     generators = [torch.Generator(), torch.Generator()]
     monkeypatch.setattr(torch, "empty", lambda *size, device: None)
@@ -154,17 +154,6 @@ def test_layers_draw_from_the_generator_of_their_device(two_gpus, monkeypatch):
 
     assert default_generator(GPU) is generators[0]
     assert default_generator(torch.device("cuda")) is generators[1]
-
-
-def test_a_device_whose_generators_torch_does_not_show_is_noted_once(two_gpus, monkeypatch, caplog):
-    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
-    accelerator._say_once.cache_clear()
-
-    with caplog.at_level(logging.WARNING, "penstock"):
-        assert [default_generator(torch.device("mps")) for _ in range(2)] == [None, None]
-
-    assert len(caplog.records) == 1
 
 
 def test_a_device_without_a_name_is_called_by_its_kind(monkeypatch):

@@ -23,7 +23,6 @@ from penstock.execute.arguments import (
     require_split,
 )
 from penstock.models import LayerSpec
-from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of
 
 
@@ -157,29 +156,6 @@ def test_only_a_process_group_is_taken_for_one():
 
     for value in (2, "gloo", True):
         refused("expected a process group of torch.distributed", "process_group", require_process_group, value)
-
-
-MISTAKES = {
-    "layers": {"layers": [1, 2]},
-    "split": {"split": 3},
-    "schedule": {"schedule": build_rows},
-    "loss": {"loss": "mse"},
-    "deadline_s": {"deadline_s": -1},
-    "process_group": {"process_group": "gloo"},
-    "group": {"group": 2},
-    "group, of": {"group": 2, "schedule": ps.build("interleaved-1f1b", ranks=1, microbatches=2)},
-}
-
-
-@pytest.mark.feature("0.2")
-@pytest.mark.parametrize("key", MISTAKES)
-def test_a_pipeline_refuses_each_by_its_name(key):
-    given = {"layers": [nn.Linear(2, 2)], "schedule": "1f1b", "microbatches": 2} | MISTAKES[key]
-
-    error = error_of(Pipeline, given.pop("layers"), **given)
-
-    assert isinstance(error, ConfigError)
-    assert error.key == key.partition(",")[0]
 
 
 def refused(message, key, call, *args):

@@ -200,16 +200,6 @@ def make_without_loss(rank):
         return pipeline.transport.num_ranks
 
 
-def make_alone(rank):
-    with make(ranks=1) as pipeline:
-        return pipeline.transport.num_ranks, step_task(pipeline, TASK).result.loss.item(), dist.get_world_size()
-
-
-@pytest.mark.slow
-def test_one_rank_asked_for_is_a_model_of_its_own_also_within_a_default_group():
-    assert run_ranks(2, make_alone) == [(1, TASK.reference(2)[0].loss.item(), 2)] * 2
-
-
 def test_another_number_of_ranks_than_there_are_is_refused_with_how_to_start_them():
     error = error_of(make, ranks=2)
 

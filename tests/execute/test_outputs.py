@@ -1,57 +1,17 @@
-"""The outputs of a step meet on one rank, and are put together there."""
+"""The outputs of a step are put together by rule, over slices and then over microbatches."""
 
-import numpy as np
 import pytest
 import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import Stack, Sum
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.outputs import collect_outputs, merged_outputs, output_rank
+from penstock.execute.outputs import merged_outputs
 from penstock.execute.step import Step
-from penstock.execute.transport.messages import Messenger
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
-from tests.local_pipelines import on_ranks
-
-CPU = torch.device("cpu")
 
 
 def step_of(num_microbatches, num_slices):
     return Step([], StepLosses(num_microbatches, num_slices))
-
-
-TWO_WAYS = Schedule.from_actions(
-    "two ways",
-    Placement.bidirectional(3),
-    [[]] * 3,
-    num_microbatches=4,
-    num_slices=2,
-    route_of_microbatch=np.array([0, 1, 1, 0]),
-)
-
-
-def test_outputs_of_both_routes_meet_on_the_rank_of_the_first_routes_last_stage():
-    def case(wires):
-        messenger = Messenger(wires, CPU)
-        messenger.begin("batch")
-        step = step_of(4, 2)
-        step.keeps_outputs = True
-        mine = {0: (1, 2), 1: (), 2: (0, 3)}[wires.rank]
-        step.outputs.update({(b, q): {"y": torch.tensor([[b, q]]), "rank": wires.rank} for b in mine for q in range(2)})
-        collect_outputs(messenger, step, Program.from_schedule(TWO_WAYS), wires.rank)
-        messenger.finish()
-        return step.outputs
-
-    first, middle, last = on_ranks(3, case)
-
-    assert output_rank(TWO_WAYS.placement) == 2
-    assert first == middle == {}
-    assert {place: output["y"].tolist() for place, output in last.items()} == {
-        (b, q): [[b, q]] for b in range(4) for q in range(2)
-    }
-    assert [last[b, 0]["rank"] for b in range(4)] == [2, 0, 0, 2]
 
 
 def outputs_of(*slices):

@@ -1,24 +1,18 @@
 """What one rank does with the gradients of its parameters, around and within a step."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError
 from penstock.execute.control.collectives import Control
 from penstock.execute.options import PipelineOptions
-from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.rank_parameters import RankParameters
 from penstock.execute.stages.assemble import assemble
-from penstock.execute.stages.stage import Stage
 from penstock.execute.transport import LocalTransport
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 
 CPU = torch.device("cpu")
-STEP = SimpleNamespace(is_training=True, is_synced=True, sums_tied=True)
 
 
 def gradients_of(layers, placement=None, **options):
@@ -28,16 +22,6 @@ def gradients_of(layers, placement=None, **options):
     split = [range(stage, stage + 1) for stage in range(num_stages)] * len(placement.routes)
     assembly = assemble(layers, placement, split, 0, device=CPU)
     return RankParameters(Control(transport), CPU, assembly, PipelineOptions(**options))
-
-
-def test_what_needs_a_gradient_shows_in_the_digest():
-    layer = nn.Linear(2, 2)
-    gradients = gradients_of([layer])
-    before = gradients.trained()
-
-    layer.bias.requires_grad_(False)
-
-    assert gradients.trained() != before
 
 
 def test_modules_are_walked_only_after_they_have_changed(monkeypatch):
@@ -65,37 +49,6 @@ def test_modules_are_walked_only_after_they_have_changed(monkeypatch):
     assert changed > 0
     assert walks_in_step() == 0
     assert layers[0][0].weight.grad is not None
-
-
-def num_waiting(stage):
-    store = GradientStore(stage.parameters)
-    store.begin_step()
-    return len(store._gradless_params)
-
-
-def test_first_gradients_are_those_of_what_is_held_and_trained_now():
-    stage = Stage(0, {"0": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
-    layer = stage.modules[0]
-    assert len(stage.parameters()) == 4
-    layer[0] = nn.Linear(2, 2)
-    layer[1].bias.requires_grad_(False)
-
-    held = stage.parameters()
-
-    assert list(map(id, held)) == list(map(id, layer.parameters()))
-    assert num_waiting(stage) == 3
-    layer[1].bias.requires_grad_(True)
-    assert num_waiting(stage) == 4
-
-
-def test_a_tied_parameter_that_was_replaced_is_a_problem_not_an_error():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    second.weight = first.weight
-    gradients = gradients_of([first, second], Placement.explicit([0, 0]))
-    second.weight = nn.Parameter(torch.zeros(2, 2))
-
-    assert isinstance(gradients.refresh(), ConfigError)
-    assert isinstance(gradients.refresh(), ConfigError)  # as long as it is so
 
 
 @pytest.mark.parametrize(("init_scale", "expected"), [(None, 0.0), (8.0, 8.0)])

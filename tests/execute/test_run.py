@@ -1,27 +1,20 @@
-"""The loop runs any feasible order with the gradients of one process, and keeps alive what the check counts."""
+"""The loop runs drawn orders with the gradients of one process, and keeps nothing alive behind a step."""
 
 import gc
-import random
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.control.agreement import Mode
 from penstock.execute.lost_device import living_instances
-from penstock.execute.parameters.gradient_store import WeightInputs
 from penstock.execute.stages.passes import SavedForward
-from penstock.ir.action import Action, Kind, OverlappedPair
-from penstock.ir.live import peak_activations
+from penstock.ir.action import OverlappedPair
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from penstock.schedules import build
 from tests.actions import parse_action
 from tests.local_pipelines import (
     WIDTH,
@@ -29,20 +22,12 @@ from tests.local_pipelines import (
     block,
     difference,
     error_of,
-    float_layers,
     float_task,
-    gradients_of,
-    named,
-    on_pipelines,
     on_ranks,
     run_task,
-    second_step,
-    square_loss,
     step_task,
     values,
-    zero,
 )
-from tests.reference import reference_step
 
 
 def drawn(placement, *orders):
@@ -104,104 +89,11 @@ def test_a_drawn_schedule_out_of_order_is_right_up_to_rounding():
     assert difference(outcomes, task.reference(3), tolerance=1e-12) == []
 
 
-def random_schedule(seed):
-    """Let actions run one by one in a random order that the dependencies allow."""
-    chance = random.Random(seed)
-    num_stages, num_microbatches = chance.randint(2, 5), chance.randint(1, 4)
-    ranks = [chance.randrange(3) for _ in range(num_stages)]
-    ranks = [sorted(set(ranks)).index(rank) for rank in ranks]
-    is_split = {(s, m): chance.random() < 0.5 for s in range(num_stages) for m in range(num_microbatches)}
-    open_actions = [
-        Action(kind, s, m) for kind in map(Kind, range(4)) for s, m in is_split if (kind in (2, 3)) == is_split[s, m]
-    ]
-    open_actions += [Action(Kind.FORWARD, s, m) for s, m in is_split if is_split[s, m]]
-    again = {(s, m) for s, m in is_split if chance.random() < 0.3}
-    open_actions += [Action(Kind.RECOMPUTE, s, m) for s, m in sorted(again)]
-    orders, done = [[] for _ in range(max(ranks) + 1)], set()
-    while open_actions:
-        ready = [action for action in open_actions if is_ready(action, done, num_stages, again)]
-        action = chance.choice(ready)
-        open_actions.remove(action)
-        orders[ranks[action.stage]].append(action)
-        done.add(("B" if action.kind == Kind.BACKWARD_INPUT else action.kind.letter, action.stage, action.microbatch))
-    return Schedule.from_actions(f"random {seed}", Placement.explicit(ranks), orders, num_microbatches=num_microbatches)
-
-
-def is_ready(action, done, num_stages, again):
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == Kind.FORWARD:
-        return stage == 0 or ("F", stage - 1, microbatch) in done
-    if action.kind == Kind.BACKWARD_WEIGHT:
-        return ("B", stage, microbatch) in done
-    if action.kind == Kind.RECOMPUTE:
-        return ("F", stage, microbatch) in done
-    if (stage, microbatch) in again and ("R", stage, microbatch) not in done:
-        return False
-    is_last = stage == num_stages - 1
-    return ("F", stage, microbatch) in done and (is_last or ("B", stage + 1, microbatch) in done)
-
-
-@pytest.mark.slow
-@settings(max_examples=20)
-@given(st.integers(0, 10_000))
-def test_random_feasible_orders_are_right_up_to_rounding(seed):
-    schedule = random_schedule(seed)
-    task = float_task(2 * schedule.num_microbatches, torch.float64)
-
-    outcomes = on_pipelines(schedule.num_ranks, task, lambda pipeline: second_step(pipeline, task), schedule, None)
-
-    assert difference(outcomes, task.reference(schedule.num_microbatches), tolerance=1e-12) == []
-
-
 # ---- memory
 
 
 def num_saved():
     return len(living_instances(SavedForward))
-
-
-class Weighing(nn.Module):
-    """Notes how many forwards of its rank wait for their backward, itself included, whenever it runs."""
-
-    def __init__(self, inner, step, seen):
-        super().__init__()
-        self.inner = inner
-        self.step = step
-        self.seen = seen
-
-    def forward(self, x):
-        kept = [each for each in self.step().values.values() if isinstance(each, SavedForward | WeightInputs)]
-        self.seen.append(1 + len(kept))
-        return self.inner(x)
-
-
-@pytest.mark.feature("D4")
-@pytest.mark.parametrize(
-    "schedule",
-    [build("1f1b", ranks=3, microbatches=6), build("1f1b", ranks=3, microbatches=6, warmup="eager"), LOOP, VEE, MIXED],
-    ids=["1f1b", "eager", "loop", "vee", "mixed"],
-)
-def test_a_rank_keeps_as_many_activations_alive_as_the_check_counts(schedule):
-    task = float_task(2 * schedule.num_microbatches)
-
-    def case(wires):
-        seen, steps = [], []
-        layers = [Weighing(layer, lambda: steps[0], seen) for layer in task.make_layers()]
-        pipeline = Pipeline(
-            layers,
-            schedule,
-            loss=task.loss,
-            transport=wires,
-            split=[*[1] * (schedule.num_stages - 1), 6 - schedule.num_stages],
-        )
-        make_step = pipeline._runner._make_step
-        pipeline._runner._make_step = lambda *args: steps.append(make_step(*args)) or steps[-1]
-        step_task(pipeline, task)
-        return max(seen)
-
-    peaks = on_ranks(schedule.num_ranks, case)
-
-    assert peaks == peak_activations(schedule)
 
 
 @pytest.mark.feature("D8")
@@ -237,103 +129,6 @@ def test_what_a_program_does_not_free_is_an_error():
 
 
 # ---- what crosses a border
-
-
-@dataclass(frozen=True)
-class State:
-    """What the layers below forward."""
-
-    hidden: Any
-    tokens: Any
-    notes: Any
-
-
-class Opening(nn.Module):
-    """Makes a tree of tensors that do and do not need a gradient, and of plain values."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = float_layers(num_layers=1)[0]
-
-    def forward(self, x):
-        hidden = self.inner(x)
-        positive = hidden > 0
-        notes = {"pair": (hidden * 2, None), "mask": positive, 3: "text", "half": 0.5}
-        return State([hidden, x], positive.long(), notes)
-
-
-class Passing(nn.Module):
-    """Hands a tree on, with one tensor in it changed."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = float_layers(num_layers=2)[1]
-
-    def forward(self, state):
-        hidden, x = state.hidden
-        return State([self.inner(hidden), x], state.tokens, state.notes)
-
-
-class Closing(nn.Module):
-    """Uses every tensor of the tree."""
-
-    def forward(self, state):
-        hidden, x = state.hidden
-        notes = state.notes
-        assert notes[3] == "text"
-        assert notes["pair"][1] is None
-        return (hidden * state.tokens + x * notes["half"] + notes["pair"][0]) * notes["mask"]
-
-
-@pytest.mark.feature("C10")
-@pytest.mark.parametrize("placement", [Placement.line(3), Placement.explicit([0, 0, 1])], ids=["wires", "one rank"])
-def test_trees_of_all_sorts_cross_the_border_between_stages(placement):
-    order = "{0}F0 {0}F1 {0}B0 {0}B1"
-    orders = [order.format(stage) for stage in range(3)]
-    if placement.num_ranks == 2:
-        orders = ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", orders[2]]
-    schedule = drawn(placement, *orders)
-    inputs, target = values(1, 4, WIDTH), values(2, 4, WIDTH)
-
-    def case(wires):
-        pipeline = Pipeline([Opening(), Passing(), Closing()], schedule, loss=square_loss, transport=wires)
-        for _ in range(2):  # the second step has no headers
-            zero(pipeline)
-            pipeline.step(inputs, target=target)
-        return gradients_of(pipeline.named_parameters())
-
-    found = on_ranks(placement.num_ranks, case)
-
-    layers = [Opening(), Passing(), Closing()]
-    reference_step(layers, (inputs,), {}, target, loss=square_loss, num_microbatches=2)
-    merged = {name: gradient for part in found for name, gradient in part.items()}
-    assert merged.keys() == gradients_of(named(layers)).keys()
-    assert all(torch.equal(merged[name], gradient) for name, gradient in gradients_of(named(layers)).items())
-
-
-class Cutting(nn.Module):
-    """Its output depends on its input, but no gradient does."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = float_layers(num_layers=1)[0]
-
-    def forward(self, x):
-        return self.inner(x.detach())
-
-
-def test_a_stage_that_hands_back_no_gradient_gives_zeros_to_those_before_it():
-    task = float_task(4)
-
-    def case(wires):
-        pipeline = Pipeline([*float_layers(num_layers=2), Cutting()], "1f1b", 2, task.loss, transport=wires)
-        pipeline.step(*task.inputs, target=task.target)
-        return [float(gradient.abs().sum()) for gradient in gradients_of(pipeline.named_parameters()).values()]
-
-    first, second, last = on_ranks(3, case)
-
-    assert set(first + second) == {0.0}
-    assert min(last) > 0.0
 
 
 class Counting(nn.Module):

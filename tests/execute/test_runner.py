@@ -1,4 +1,4 @@
-"""The runner plans each mode once, runs it, and starts afresh behind a failed step."""
+"""The runner starts afresh behind a step that ended on some ranks alone, or could not begin."""
 
 from functools import partial
 
@@ -6,40 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import PeerLost
-from penstock.execute.control.agreement import Mode
 from penstock.pipeline import Pipeline
 from tests.local_pipelines import error_of, float_task, on_ranks, square_loss, token_task
-
-
-def test_each_mode_is_planned_once_when_it_first_runs():
-    task, planned = float_task(8), []
-    pipeline = Pipeline(task.make_layers(), "1f1b", 4, square_loss)
-    session = pipeline._runner.session
-    program_of = session.program_of
-    object.__setattr__(session, "program_of", lambda mode, *of: planned.append(mode) or program_of(mode, *of))
-
-    for _ in range(2):
-        pipeline.step(*task.inputs, target=task.target)
-        pipeline.evaluate(*task.inputs, target=task.target)
-
-    assert planned == [Mode.TRAIN, Mode.EVALUATE]
-
-
-def test_a_step_runs_behind_a_failed_one_as_if_it_had_not_been():
-    task, calls = float_task(8), []
-
-    def loss(output, target):
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("the third microbatch is bad")
-        return square_loss(output, target)
-
-    step = partial(Pipeline(task.make_layers(), "1f1b", 4, loss).step, *task.inputs, target=task.target)
-    error = error_of(step)
-    result = step()
-
-    assert "rank 0, 0F2, in the loss function: ValueError: the third microbatch is bad" in str(error)
-    assert torch.equal(result.loss, task.reference(4)[0].loss)
 
 
 @pytest.mark.parametrize("interrupted", [(3, 2), (None, 2), (4, None)])

@@ -23,15 +23,6 @@ def held(step):
     return sum(map(len, columns))
 
 
-def test_two_steps_collect_apart():
-    first, second = step_of(), step_of()
-
-    fill(first)
-
-    assert held(first) == 4
-    assert held(second) == 0
-
-
 def test_a_step_that_fails_drops_all_that_it_held():
     step = step_of()
 
