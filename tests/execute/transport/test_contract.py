@@ -417,28 +417,6 @@ def test_a_peer_that_closed_is_lost_and_closing_twice_does_no_harm(on_ranks):
 # --- what only one of them can do
 
 
-def be_killed(rank):
-    transport = TorchTransport(deadline_s=DEADLINE_S)
-    if rank == 1:
-        receive(transport, 0, torch.zeros(1))
-        os.kill(os.getpid(), signal.SIGKILL)
-    send(transport, 1, torch.ones(1))
-    first = failure_of(receive, transport, 1, torch.zeros(1))
-    later = failure_of(send, transport, 1, torch.zeros(1))
-    transport.abort()
-    transport.deadline_s = 0.2
-    return [first, later, failure_of(transport.recover)]
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_a_lost_peer_at_once_and_recover_does_not_hang():
-    outcome = run_ranks_with_deaths(2, be_killed, timeout_s=MAX_WAIT_S)
-
-    first, later, recovery = outcome.results[0]
-    assert outcome.exit_codes == {1: -signal.SIGKILL}
-    assert [first["kind"], later["kind"], recovery["kind"]] == [PeerLost, PeerLost, DeadlineExceeded]
-
-
 def be_interrupted(rank, is_direct, gate):
     """Ctrl-C comes to rank 0 while it waits for rank 1, which waits for rank 0 or, over gloo, does nothing."""
     transport = TorchTransport(deadline_s=DEADLINE_S, is_direct=is_direct)
@@ -476,16 +454,20 @@ def be_killed_with_a_child(rank, gate):
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     send(transport, 1, torch.ones(1))
-    failure = failure_of(receive, transport, 1, torch.zeros(1))
+    first = failure_of(receive, transport, 1, torch.zeros(1))
     Path(gate).touch()
-    return failure
+    later = failure_of(send, transport, 1, torch.zeros(1))
+    transport.abort()
+    transport.deadline_s = 0.2
+    return [each["kind"] for each in (first, later, failure_of(transport.recover))]
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_lost_at_once_though_a_process_that_it_forked_lives_on(tmp_path):
+def test_a_killed_rank_is_lost_at_once_though_a_process_that_it_forked_lives_on_and_recover_does_not_hang(tmp_path):
     outcome = run_ranks_with_deaths(2, be_killed_with_a_child, str(tmp_path / "gate"), timeout_s=MAX_WAIT_S / 2)
 
-    assert outcome.results[0]["kind"] is PeerLost
+    assert outcome.exit_codes == {1: -signal.SIGKILL}
+    assert outcome.results[0] == [PeerLost, PeerLost, DeadlineExceeded]
 
 
 def two_pipelines(rank):

@@ -143,19 +143,6 @@ SCRIPTS = {
             line(look() == before)
         """,
     ),
-    "a block that raises closes the pipeline and the other rank hears of it": (
-        ["PeerLeft False", "RuntimeError False"],
-        """
-        try:
-            with make() as pipeline:
-                pipeline.step(inputs, target=target)
-                if pipeline.rank == 0:
-                    raise RuntimeError("mine")
-                pipeline.step(inputs, target=target)
-        except (RuntimeError, ps.PeerLost) as error:
-            line(type(error).__name__, dist.is_initialized())
-        """,
-    ),
     "a rank that has ended is named by those that wait for it": (
         ["rank 1 has ended, the others are in clip_grad_norm_"],
         """
@@ -188,17 +175,6 @@ SCRIPTS = {
         times = ps.measure_layers(layers, (inputs,), num_rounds=1)
         with make(weights=times.weights) as pipeline:
             line(pipeline.transport.num_ranks)
-        """,
-    ),
-    "checkpoints are saved and loaded over the group": (
-        ["{'step': 1}"] * 2,
-        """
-        with make() as pipeline:
-            pipeline.step(inputs, target=target)
-            optimizer = torch.optim.AdamW(pipeline.parameters())
-            optimizer.step()
-            ps.save_checkpoint("saved", pipeline, optimizer, step=1, extra={"step": 1})
-            line(ps.load_checkpoint("saved", pipeline, optimizer))
         """,
     ),
 }
