@@ -43,7 +43,12 @@ def run_twice(num_ranks, task, schedule, **options):
 
 @pytest.mark.parametrize("num_frozen", range(4))
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("1f1b", 3), ("interleaved-1f1b", 2), ("interleaved-zb", 2), ("zbv", 2)]
+    ("name", "num_ranks"),
+    [
+        ("1f1b", 3),
+        ("zbv", 2),
+        *(pytest.param(f"interleaved-{name}", 2, marks=pytest.mark.slow) for name in ("1f1b", "zb")),
+    ],
 )
 def test_checked_messages_change_no_bit_also_those_without_any_tensor(name, num_ranks, num_frozen):
     """No gradient goes back to first layers that are not trained; another message may come first there."""

@@ -63,7 +63,9 @@ class Spoiling(Observer):
         yield
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zbv", "dualpipe-v", "looped-bfs"])
+@pytest.mark.parametrize(
+    "family", ["1f1b", "dualpipe-v", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zbv", "looped-bfs"))]
+)
 def test_a_step_that_is_right_passes(family):
     task = float_task(8)
 

@@ -105,7 +105,7 @@ def samples(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 def test_the_bytes_of_a_stage_follow_the_program(samples, name):
     """Of the middle stage: an activation is the input, which waits for its gradient, and the tanh."""
     schedule = ps.build(name, ranks=3, microbatches=6)

@@ -42,7 +42,15 @@ def train_wrapped(rank, schedule, options):
 
 @pytest.mark.feature("B13", "E4")
 @pytest.mark.parametrize("options", [{}, {"main_gradients": True}], ids=str)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "1f1b",
+        "zbv",
+        "dualpipe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleaved-1f1b", "zb-h1")),
+    ],
+)
 def test_gradients_are_those_of_the_whole_batch(four_ranks, schedule, options):
     assert_gradients(four_ranks.run(train_wrapped, schedule, options), expected_gradients())
 
@@ -99,7 +107,7 @@ def test_gradients_of_several_steps_add_up(four_ranks, sync):
 
 @pytest.mark.feature("E8")
 @pytest.mark.parametrize("sync", ["layers", "pipeline"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
 def test_tied_gradients_of_several_steps_add_up_also_where_only_the_last_is_synchronised(four_ranks, schedule, sync):
     tied = [("0.module.0.weight", "3.module.0.weight")]
 

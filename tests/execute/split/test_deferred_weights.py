@@ -410,7 +410,9 @@ def test_both_parts_are_the_whole_backward_bit_for_bit(name):
     assert_same(settle(HIDDEN[name](), 1), values(1, 2, 3, WIDTH))
 
 
-@pytest.mark.parametrize("shape", [(WIDTH, WIDTH), (2, WIDTH, WIDTH), (3, WIDTH)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(WIDTH, WIDTH), (2, WIDTH, WIDTH), pytest.param((3, WIDTH), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", RECOMPUTED_OTHERWISE)
 def test_layers_recomputed_in_other_ways_have_the_same_gradients(name, shape):
     """Where rows and columns are as many, tensors that are mistaken for each other have the right sizes."""

@@ -28,7 +28,7 @@ from tests.local_pipelines import (
 from tests.own_weight_gradients import Adding, Building, Closing, Fused, Plain, layers_of
 
 KINDS = (Fused, Adding, Closing, Building)
-SCHEDULES = ("1f1b", "zb-h1", "zbv", "interleaved-zb", "dualpipe-v", "dualpipe")
+SCHEDULES = ("1f1b", "zb-h1", "dualpipe", "zbv", "interleaved-zb", "dualpipe-v")
 
 
 def task_of(kind, dtype=torch.float32, rows=8, num_layers=8):
@@ -36,7 +36,9 @@ def task_of(kind, dtype=torch.float32, rows=8, num_layers=8):
     return Task(lambda: layers_of(kind, num_layers, dtype), (inputs,), target)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [*SCHEDULES[:3], *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in SCHEDULES[3:])]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_plain_layers_on_one_process(kind, schedule):
     reference = task_of(Plain, torch.float64).reference(4)

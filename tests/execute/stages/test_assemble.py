@@ -293,7 +293,7 @@ WRAPPED_TIES = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow), "dualpipe"])
 @pytest.mark.parametrize("wrapped", WRAPPED_TIES)
 def test_a_tie_reaches_every_use_within_a_layer(wrapped, schedule):
     make, name = WRAPPED_TIES[wrapped]

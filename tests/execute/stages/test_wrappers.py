@@ -52,8 +52,8 @@ def train_sharded(rank, make, schedule, options):
 @pytest.mark.parametrize(
     ("make", "schedule", "options"),
     [
-        (sharded_layers, "gpipe", {}),
-        (sharded_layers, "1f1b", {}),
+        pytest.param(sharded_layers, "gpipe", {}, marks=pytest.mark.slow),
+        pytest.param(sharded_layers, "1f1b", {}, marks=pytest.mark.slow),
         (sharded_layers, "interleaved-1f1b", {}),
         (sharded_layers, "looped-bfs", {"debug": "values"}),
         (sharded_layers, "1f1b", {"main_gradients": True}),
