@@ -136,7 +136,11 @@ def test_replicas_that_hold_other_state_are_refused_on_all_ranks(tmp_path, layou
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("layout", "load"), [(Layout(2, 2), load_checkpoint), (SHARDED, load_weights)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "load"),
+    [(Layout(2, 2), load_checkpoint), (SHARDED, load_weights)],
+    ids=["2x2-load_checkpoint", "2x2 shards-load_weights"],
+)
 def test_a_model_with_other_rows_is_refused_and_nothing_is_changed(tmp_path, layout, load):
     run(layout, save_of, tmp_path)
 

@@ -8,7 +8,7 @@ from penstock.execute.parameters.gathered import blocks_of
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.values.tensors import is_dtensor, local_part
 from tests.local_pipelines import settle
-from tests.mesh_pipelines import local_mesh, on_mesh
+from tests.mesh_pipelines import on_mesh
 
 
 class Scaled(nn.Linear):
