@@ -41,11 +41,16 @@ class Runner:
     """Runs the steps of one rank."""
 
     def __init__(self, session: Session) -> None:
+        """Make what the steps of this rank need, from all that it has of a pipeline.
+
+        The parts are made here in the order in which they need each other. No message goes to another rank.
+        """
         self.session = session
         places, device, options = session.places, session.device, session.options
         control, layers = Control.of(places), session.assembly.layers
         self._control = control
         self._compilations = Compilations(places, session.board, layers)
+        # Observers look at the calls of a step. One of them may check the messages, so the messenger sends by it.
         self._observers = Observers(
             control,
             session.assembly,
@@ -57,13 +62,17 @@ class Runner:
             gradient_attribute=options.gradient_attribute,
         )
         self._messenger = Messenger(self._observers.messages, device, has_variable_shapes=options.variable_shapes)
+        # Each mode (training, evaluation) has a program, which is compiled to a list of calls at its first step.
         longest_wait_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
         self._programs = CompiledPrograms(session, self._messenger, self._observers.of_all_steps, longest_wait_s)
+        # The host may queue work behind a receive that has not arrived, up to the limit of the throttle. A device that
+        # queues its work needs events for this, and has no throttle without them. A CPU computes when it is told to.
         throttle = self._observers.throttle
-        # Without events a device cannot wait for a message by itself. A CPU computes when it is told to.
-        self._may_lead = options.run_ahead is not None and (throttle is not None or not is_queued(device))
+        self._may_run_ahead = options.run_ahead is not None and (throttle is not None or not is_queued(device))
+        # An error of a device may come late: the throttle then knows which rows of the program were still at work.
         rows_of = {} if throttle is None else {"rows_of": throttle.rows_of}
         self._failures = FailureReporter(places, session.board, self._programs.describe, **rows_of)
+        # The admission cuts a batch into microbatches, and lets all ranks agree on the step.
         self._admission = Admission(
             control,
             options.batch_rule(session.schedule),
@@ -71,13 +80,15 @@ class Runner:
             stream_rules=options.stream_rules(),
             checks_values=options.check_batches,
             weigh=session.losses.weigh if places.num_replicas > 1 else None,
-            # With debug="values" an observer compares the copies themselves, before every step.
+            # Digests show whether copies of tied parameters are equal on all ranks. With debug="values" an observer
+            # compares the copies themselves, before every step.
             digest_copies=lambda: () if options.debug == "values" else copy_digests(session.parameters.copies),
             read=options.clock.read,
         )
         self._exchange = LossExchange(control, device)
         self._auxiliary: list[Auxiliary] = modules_with(layers, Auxiliary)
-        self._num_attempts = 0  # steps that have begun, also those that failed; the ranks agree on it with each
+        self._num_attempts = 0
+        """The number of steps that have begun, also of those that failed; the ranks agree on it in every step."""
         self.step_number = 0
         """The number of training steps that have succeeded: layers draw their random numbers by it."""
         self._is_closed = False
@@ -86,49 +97,65 @@ class Runner:
         log_plan(session.schedule, places.pipeline.rank)
 
     def run(self, mode: Mode, call: StepRequest, memory: MemoryWatch | None = None) -> StepResult:
-        """Run one step; every rank calls it. `memory`, if any, looks at what this rank holds meanwhile.
+        """Run one step on this rank, and return the losses and, where they were asked for, the outputs.
+
+        Every rank calls this method with its own part of the batch. `call` has the arguments of the user's `step` or
+        `evaluate`; the optional `memory` is an observer that measures the memory of this rank during the step. Where
+        the call asks for a recording of the step, `recording` has it afterwards.
 
         Raises:
             ConfigError: there is no loss, or no backward, to train with.
             StepRefused: on every rank, before anything ran.
-            PipelineError: on every rank, if the step fails on any; the next one starts afresh.
+            PipelineError: on every rank, if the step fails on any; the next step starts afresh.
         """
         if mode.is_training and call.refusal is None:
             self._require_trainable()
         session, options, board = self.session, self.session.options, self.session.board
         if self._is_closed:
             raise closed_error(session.places)
-        # Before the agreement, so that an error in it can name the rows of the other ranks.
+        # An error in the agreement below names what the other ranks run, by the program that was asked for last. So
+        # this rank asks for the program of the usual number of microbatches first.
         self._programs.of(mode, session.schedule.num_microbatches)
         with self._failing_together():
-            if self._failures.begin(self._num_attempts):  # 1 after a failed step, all ranks start afresh
-                # A rank that tried a step by itself meanwhile has noted layouts that the others never saw.
+            # 1. After a failed step, `begin` lets all ranks meet again. A rank that tried a step alone since then has
+            # noted layouts of messages that the other ranks never saw, so all ranks forget theirs.
+            has_met_again = self._failures.begin(self._num_attempts)
+            if has_met_again:
                 self._messenger.reset()
                 self._admission.check_values_again()
-            agreed, batch = self._admit(mode, call)  # 2 split the batch; one exchange, in which all agree
-            most = max(len(batch.microbatches), agreed.most_microbatches if options.is_sharded else 0)
-            compiled = self._programs.of(mode, len(batch.microbatches), most)
+            # 2. Cut the batch into microbatches; in one exchange all ranks agree on the step. The program depends on
+            # their number; replicas that shard parameters all gather as often as the one with the most microbatches.
+            agreed, batch = self._admit(mode, call)
+            num_microbatches = len(batch.microbatches)
+            most_microbatches = max(num_microbatches, agreed.most_microbatches if options.is_sharded else 0)
+            compiled = self._programs.of(mode, num_microbatches, most_microbatches)
+            # 3. From here on the step alone holds the data, so that it can free them early.
             step = self._make_step(agreed, batch)
             compiling = self._compilations.in_step(agreed, flatten((call.args, call.target))[0])
-            del batch  # 3 from here on the step alone holds the data, and all that is made of them
-            of_step = self._observers.of_step(call.extra, compiled.program, self._messenger, memory)  # 4 what looks on
-            observed = observing([*of_step, *self._observers.of_all_steps], step)
+            del batch
+            # 4. Make the contexts of the step; the observers of this step alone come before those of all steps.
+            step_observers = self._observers.of_step(call.extra, compiled.program, self._messenger, memory)
+            observed = observing([*step_observers, *self._observers.of_all_steps], step)
             evaluation = evaluating(session.assembly.stages) if mode is Mode.EVALUATE else nullcontext()
             explaining = explaining_out_of_memory(session.assembly.stages, session.device, step)
             with compiling, step, keeping_what_is_lost(session.device), explaining:
-                # Over before the exchange: what raises at its end must fail the step on all ranks too.
+                # 5. Run the forwards, backwards and messages. These contexts end before the losses are exchanged: an
+                # error at their end, such as that of an observer, must fail the step on all ranks too.
                 with evaluation, observed, session.parameters.running(step):
-                    run_step(compiled, step, board.note, compiled.bounds_with(of_step))  # 5 the loop
+                    run_step(compiled, step, board.note, compiled.bounds_with(step_observers))
                     collect_outputs(self._messenger, step, compiled.program, compiled.rank)
-                    # Past the last row: peers take all that this rank was sent as used, and release it.
+                    # The board shows the other ranks that this one is past its last row. They conclude that it has
+                    # used every message that they sent to it, and release the memory of these messages.
                     board.note(len(compiled.rows))
                     self._messenger.finish()
                     self._admission.end_copies()
                 outputs = merged_outputs(step, options.merge, options.merge_slices, options.slice_dim)
-                result = self._exchange.share(step.losses)  # 6 every rank gets the losses
+                # 6. Every rank gets the losses of the last stage.
+                result = self._exchange.share(step.losses)
             self._failures.end()
         self.step_number += mode.is_training
-        if (recorder := next((look for look in of_step if isinstance(look, StepRecording)), None)) is not None:
+        recorder = next((observer for observer in step_observers if isinstance(observer, StepRecording)), None)
+        if recorder is not None:
             self.recording = recorder.recording and self._described(recorder.recording)
         return replace(result, outputs=outputs, data_times=None if step.prefetcher is None else step.prefetcher.times)
 
@@ -185,7 +212,7 @@ class Runner:
         if is_training:
             parameters.agree_on_tied(agreed.trained)
         # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
-        is_ahead = self._may_lead and options.overlap is None and call.extra is not Extra.RECORDING
+        is_ahead = self._may_run_ahead and options.overlap is None and call.extra is not Extra.RECORDING
         self._messenger.begin(agreed.signature, follows=is_ahead)
         return agreed, batch
 
@@ -205,7 +232,12 @@ class Runner:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Turn any error into one that every rank raises, and leave nothing of the step behind."""
+        """Turn any error within this context into one that every rank raises, and drop what the step has left.
+
+        A `StepRefused`, by which all ranks refuse a step alike, is raised as it is. An interrupt is, too, once the
+        other ranks know of the failure. A step that a layer begins within a step of this pipeline is an error, unless
+        the pipeline has one rank alone.
+        """
         attempt, calls = self._num_attempts, self._control.calls
         is_inner_step = calls.is_in_step
         if is_inner_step:
@@ -214,19 +246,21 @@ class Runner:
         try:
             yield
         except BaseException as error:
-            # Only before the ranks have agreed do all of them refuse. Later it comes from the user's code on this rank,
-            # such as a layer with a pipeline of its own, and is an error like any other.
+            # All ranks refuse a step only before they have agreed on it, and the agreement counts an attempt. A later
+            # StepRefused comes from the user's code on this rank, such as a layer with a pipeline of its own, and is
+            # an error like any other.
             if isinstance(error, StepRefused) and self._num_attempts == attempt:
                 self._failures.end()
                 raise
+            # The report finds the rank to blame, and aborts the transport. Only then nobody waits for the messages of
+            # this step any more, and they may be dropped.
             report = self._failures.report(error)
-            # Only after the report, which has aborted the transport: nobody waits for these messages any more.
             self._messenger.reset()
             self._compilations.forget()
-            with suppress(RuntimeError, PipelineError):  # what a device that has failed says to this
+            with suppress(RuntimeError, PipelineError):  # a device that has failed raises here once more
                 self._admission.end_copies(has_failed=True)
             if not isinstance(error, Exception):
-                raise  # an interrupt is the caller's to handle; the other ranks have been told
+                raise  # an interrupt is the caller's to handle
             raise report from error
         finally:
             calls.is_in_step = is_inner_step
