@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.execute.batch.prefetcher import Prefetcher
-from penstock.execute.compile.data import rows_that_take_data, with_data_calls
+from penstock.execute.compile.data import microbatch_of_data_row, with_data_calls
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
@@ -65,6 +65,6 @@ def test_forwards_of_layers_that_take_keywords_take_data():
 def data_rows_of(rank, stage):
     program = lower(build("1f1b", ranks=3, microbatches=2))
     rows = range(int(program.offsets[rank]), int(program.offsets[rank + 1]))
-    found = rows_that_take_data(program, rows, {rank: stage})
+    found = microbatch_of_data_row(program, rows, {rank: stage})
     assert all(program.op[row] == Op.FORWARD for row in found)
     return {str(program.instruction(row)): microbatch for row, microbatch in found.items()}

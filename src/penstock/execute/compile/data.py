@@ -16,8 +16,8 @@ from penstock.ir.operations import RUNS_FORWARD
 from penstock.ir.program import Program
 
 
-def rows_that_take_data(program: Program, rows: range, stages: Mapping[int, Stage]) -> dict[int, int]:
-    """Return, per row of a rank that may take something of the batch, its microbatch."""
+def microbatch_of_data_row(program: Program, rows: range, stages: Mapping[int, Stage]) -> dict[int, int]:
+    """Return the microbatch of each row of a rank that may take inputs or a target of the batch, by row."""
     first, last = program.placement.previous_stage, program.placement.next_stage
     takes = {index for index, stage in stages.items() if first[index] < 0 or last[index] < 0 or stage.keyword_names()}
     forwards = (row for row in rows if RUNS_FORWARD[program.op[row]] and int(program.stage[row]) in takes)

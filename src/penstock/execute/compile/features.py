@@ -26,23 +26,27 @@ def compose_stages(
     gradients: Mapping[int, GradientStore],
     copied: Mapping[int, Copied] = MappingProxyType({}),
 ) -> dict[int, StagePasses]:
-    """Return how these stages run in a program; `skips` are by stage, where any concern it.
+    """Return the forward and backward passes of each of this rank's stages as a program runs them, by stage.
 
-    `copied` are by stage whose weights are gathered, and copy what leaves it in their memory.
+    Every mapping is by stage too. `gradients` has where each stage adds up its gradients. `skips` has the values that
+    a stage hands on past other stages, where there are any. `copied` has, for each stage whose weights are gathered
+    from shards, the function that copies outputs that share memory with these weights, since the weights are dropped.
     """
-    split, placement = program.split_stages, program.placement
-    passes: dict[int, StagePasses] = {}
+    placement = program.placement
+    passes_by_stage: dict[int, StagePasses] = {}
     for stage in stages:
         index = stage.index
         options = PassOptions(
             is_first=placement.previous_stage[index] == NONE,
             is_last=placement.next_stage[index] == NONE,
             is_training=not program.is_forward_only,
-            is_split=index in split,
+            # A split backward computes the gradients of inputs and of weights in two actions.
+            is_split=index in program.split_stages,
         )
+        # Features run beside the layers of a stage: offloading, added losses, state of slices, skips, random numbers.
         features = list(_features(program, stage, skips.get(index), randomness, copied.get(index)))
-        passes[index] = StagePasses(stage, options, gradients[index], features)
-    return passes
+        passes_by_stage[index] = StagePasses(stage, options, gradients[index], features)
+    return passes_by_stage
 
 
 def _features(

@@ -6,12 +6,12 @@ It does not know which schedule it compiles.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.execute.compile.data import rows_that_take_data
+from penstock.execute.compile.data import microbatch_of_data_row
 from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.ops import HANDLERS
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.keys import Keys
-from penstock.execute.ops.parameters import awaited_of, waits_for_launched
+from penstock.execute.ops.parameters import launch_rows_by_waiting_row, waits_for_launched
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.step import Bound, Change
 from penstock.ir.operations import Op
@@ -38,39 +38,49 @@ class CompiledProgram:
 
     def bounds_with(self, of_step: Sequence[Observer]) -> Sequence[Bound]:
         """Return the calls for one step, with further observers inside of those of every step."""
-        return _around(self.program, self.plain, [*of_step, *self.observers], self.changes) if of_step else self.bounds
+        if not of_step:
+            return self.bounds
+        return _observed_and_changed(self.program, self.plain, [*of_step, *self.observers], self.changes)
 
 
 def compile_program(
     context: CompileContext, observers: Sequence[Observer] = (), changes: Sequence[Change] = ()
 ) -> CompiledProgram:
-    """Return the calls of one rank, in the order of its rows; `changes` are made around the observers."""
+    """Compile the rows (instructions) of one rank to a list of calls that take the `Step`, in the order of the rows.
+
+    A `Bound` is one such call with the number of its row; a row becomes one call, or a wait and a call. Each observer
+    puts a context around every call. Each of the `changes` then takes the whole list and returns the list that runs in
+    its place, such as the one that joins the two calls of an overlapped pair to a single call.
+    """
     program, rows = context.program, context.rows.rows
-    awaited = awaited_of(context)
-    bounds = [
-        bound
-        for row in rows
-        for bound in (*waits_for_launched(context, row, awaited), *HANDLERS[Op(int(program.op[row]))](context, row))
-    ]
-    bounds += waits_for_launched(context, rows.stop, awaited)
-    stages = {index: passes.stage for index, passes in context.passes.items()}
+    # Some rows only launch a collective: a gather of weights, or a reduction of gradients. The first row that needs
+    # the result waits for it. Reductions that no row waits for are waited for at the end, behind the last row.
+    launch_rows = launch_rows_by_waiting_row(context)
+    bounds: list[Bound] = []
+    for row in rows:
+        handler = HANDLERS[Op(int(program.op[row]))]
+        bounds += [*waits_for_launched(context, row, launch_rows), *handler(context, row)]
+    bounds += waits_for_launched(context, rows.stop, launch_rows)
+    # A streamed batch is pulled right before the rows that take data, so these rows are noted.
+    stages = {stage: passes.stage for stage, passes in context.passes.items()}
     return CompiledProgram(
         program,
-        context.rank,
-        rows,
-        list(context.passes.values()),
-        bounds,
-        observers,
-        changes,
-        _around(program, bounds, observers, changes),
-        context.keys,
-        rows_that_take_data(program, rows, stages),
+        rank=context.rank,
+        rows=rows,
+        passes=list(context.passes.values()),
+        plain=bounds,
+        observers=observers,
+        changes=changes,
+        bounds=_observed_and_changed(program, bounds, observers, changes),
+        keys=context.keys,
+        data_rows=microbatch_of_data_row(program, rows, stages),
     )
 
 
-def _around(
+def _observed_and_changed(
     program: Program, bounds: Sequence[Bound], observers: Sequence[Observer], changes: Sequence[Change]
 ) -> list[Bound]:
+    """Return the calls with the contexts of the observers, and with the changes made around these."""
     bounds = observed(observers, program, bounds)
     for change in changes:  # the first is the innermost
         bounds = change(bounds)

@@ -72,10 +72,11 @@ def optimizer_step(context: CompileContext, row: int) -> Iterator[Bound]:
     yield Bound(row, lambda step: step_optimizer())
 
 
-def awaited_of(context: CompileContext) -> Mapping[int, list[int]]:
-    """Return the rows that launch an exchange, by the row of the rank that waits for it; most layouts launch none.
+def launch_rows_by_waiting_row(context: CompileContext) -> Mapping[int, list[int]]:
+    """Return the rows that launch a collective, by the row of the same rank that waits for it.
 
-    The end of the program, `rows.stop`, waits for the reductions that no row waits for.
+    The key `rows.stop`, the end of the program, has the reductions that no row waits for. Most layouts of parameters
+    launch nothing.
     """
     if not any(unit.layout.launches for unit in context.parameters.unit_of.values()):
         return {}
