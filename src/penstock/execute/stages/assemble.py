@@ -87,14 +87,16 @@ def assemble(
     tied: Iterable[tuple[str, str]] = (),
     shares_modules: bool = False,
 ) -> Assembly:
-    """Build the stages of a rank; `layers_of_stage[stage]` are the indices of the stage's layers.
+    """Build the stages of one rank, and find which parameters are tied: one parameter under several names.
 
-    `names` are those of `layer_names`, which need be given only where a container has named the layers. `built` are
-    layers of this rank, by index, that have been built already.
+    `layers_of_stage[stage]` has the indices of the layers of each stage. `names` are the names of the layers, which
+    need be given only where a container has named them. `built` has layers of this rank, by index, that have been
+    built already. `tied` has pairs of names of parameters that the caller ties.
 
-    Every route runs a whole copy of the model. Copies of a layer on one rank are one module; on several ranks their
-    parameters are tied. `shares_modules` says that ranks may hold the very same modules, as threads of one process do:
-    then a rank takes a deep copy of a module whose first copy is another rank's, or that shares a parameter with one.
+    A route is a whole copy of the model, as a chain of stages; a bidirectional schedule has two. Copies of a layer on
+    one rank are one module; on several ranks their parameters are tied. `shares_modules` says that ranks are threads
+    of one process, which may hold the very same modules. Then a rank takes a deep copy of every module whose first
+    copy belongs to another rank, and of every module that shares a parameter with such a module.
 
     Raises:
         PartitionError: if a layer is neither a module nor builds one, or a tie names an unknown layer or parameter.
@@ -103,15 +105,18 @@ def assemble(
     built_layers: dict[str, nn.Module] = {}
     stages = []
     copied_indices = _copied_layers(layers, placement, layers_of_stage, rank) if shares_modules else set()
-    copy_memory: dict[int, Any] = {}  # one for all deep copies, so that what shares a parameter goes on sharing it
+    # All deep copies use one memo, so that modules which share a parameter still share it in their copies.
+    copy_memo: dict[int, Any] = {}
+    # Build each layer of this rank once, though several routes may run it.
     for stage in placement.stages_of_rank[rank]:
         for index in layers_of_stage[stage]:
             if names[index] not in built_layers:
                 layer = built.get(index, layers[index])
-                module = build_layer(layer, names[index], copy_memory if index in copied_indices else None)
+                module = build_layer(layer, names[index], copy_memo if index in copied_indices else None)
                 built_layers[names[index]] = module.to(device)
         stage_layers = {names[index]: built_layers[names[index]] for index in layers_of_stage[stage]}
         stages.append(Stage(stage, stage_layers, layers_of_stage[stage].start))
+    # Every rank computes the same groups of tied names, also for layers that it does not hold.
     stages_of_layer: dict[str, list[int]] = {}
     for stage in (stage for route in placement.routes for stage in route):
         for index in layers_of_stage[stage]:
@@ -231,34 +236,42 @@ class _Ties:
     """The layers of this rank."""
 
     def assembly(self, stages: list[Stage], groups: Sequence[Mapping[str, str]]) -> Assembly:
+        """Tie parameters on this rank, and return its stages with all that is tied over several ranks.
+
+        `groups` has one mapping per tied parameter: all its names, each with the name of its layer, in the order of
+        the model. Copies of a stage in two routes are tied whole. Every rank numbers the groups and these copies alike,
+        since programs name them by their numbers, so it also counts those that it holds no part of.
+        """
         tied_groups: list[tuple[int, ...]] = []
-        copies: dict[int, TiedCopy] = {}
+        local_copies: dict[int, TiedCopy] = {}
         owner_names: dict[str, str] = {}
-        # Every rank walks all groups in one order, also those that it has no part of: the number of a group in
-        # `tied_groups` is what programs name it by.
         for group in groups:
+            # On one rank, all names of the group become one object.
             local_group = {name: layer for name, layer in group.items() if layer in self.layers}
             parameter = self._share(local_group)
+            # The first layer of the group owns the parameter: its name is the one that checkpoints use.
             listed_names = {layer: self._listed_name(layer, parameter) for layer in local_group.values()}
-            (first_name, first_layer), *_ = group.items()
-            owner = listed_names.get(first_layer, first_name)
-            owner_names |= dict.fromkeys([*local_group, *listed_names.values()], owner)
+            first_name, first_layer = next(iter(group.items()))
+            owner_name = listed_names.get(first_layer, first_name)
+            owner_names |= dict.fromkeys([*local_group, *listed_names.values()], owner_name)
             owner_names.pop(listed_names.get(first_layer, ""), None)
+            # On several ranks, the object of each rank is a copy whose gradients the ranks add up.
             holders = self._holders(stage for layer in group.values() for stage in self.stages_of_layer[layer])
             if len(holders) < 2:
                 continue  # one object on one rank: autograd adds up its uses by itself
             if parameter is not None:
-                copies[len(tied_groups)] = TiedCopy({next(iter(local_group)): parameter}, list(holders))
+                local_copies[len(tied_groups)] = TiedCopy({next(iter(local_group)): parameter}, list(holders))
             tied_groups.append(tuple(holders.values()))
+        # With two routes, the n-th stages of both are copies of each other, and may lie on two ranks.
         for copies_of_stage in zip(*self.placement.routes, strict=True):
             holders = self._holders(copies_of_stage)
             if len(holders) < 2:
                 continue
             if self.rank in holders:
                 stage = next(stage for stage in stages if stage.index == holders[self.rank])
-                copies[len(tied_groups)] = _copy_of_stage(stage, copies.values(), list(holders))
+                local_copies[len(tied_groups)] = _copy_of_stage(stage, local_copies.values(), list(holders))
             tied_groups.append(tuple(holders.values()))
-        return Assembly(stages, tuple(tied_groups), copies, owner_names)
+        return Assembly(stages, tuple(tied_groups), local_copies, owner_names)
 
     def _listed_name(self, layer: str, parameter: nn.Parameter | None) -> str:
         """Return the name under which a layer lists a parameter that it may hold twice."""

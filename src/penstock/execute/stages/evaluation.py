@@ -13,13 +13,16 @@ from penstock.execute.stages.wrappers import reshard
 
 @contextmanager
 def evaluating(stages: Sequence[Stage]) -> Iterator[None]:
-    """Put the layers of some stages into evaluation mode, and every module of theirs back into its own afterwards.
+    """Put the layers of some stages into evaluation mode, and afterwards each of their modules into its earlier mode.
 
-    `train()` sets every mode: in it a layer may do more than set its flag, such as merge adapters into its weights.
+    Every mode is set by `module.train(mode)`, since a layer may override it to do more than set the flag `training`,
+    such as merge adapters into its weights. An error in `train` notes the layer and the call.
     """
+    # The text that names each layer in an error.
     places = {layer: layer_place(name, layer) for stage in stages for name, layer in stage.layers.items()}
-    # A module comes before its submodules, whose modes its train() sets too: a user may have frozen some of them, such
-    # as a BatchNorm. A module that several share comes after each of them.
+    # `train` of a module sets the modes of its submodules too. A user may have put some submodules into another mode
+    # than the module, such as a frozen BatchNorm. So modes are restored from the outside in: this list has a module
+    # before its submodules, and a submodule of several modules, which it lists several times, after each of them.
     modes = [
         (module, module.training, place)
         for layer, place in places.items()
@@ -31,6 +34,8 @@ def evaluating(stages: Sequence[Stage]) -> Iterator[None]:
         try:
             yield
         finally:
+            # Layers under fully_shard stay gathered after a forward without a backward. A later forward would use
+            # these weights, though an optimizer may have changed the shards since then.
             reshard(stages)
     finally:
         for module, mode, place in modes:

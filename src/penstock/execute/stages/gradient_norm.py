@@ -42,19 +42,20 @@ def clip_gradients(
 ) -> float:
     """Scale this rank's gradients in place so that the norm over all ranks is at most `max_norm`; return that norm.
 
-    Every rank calls it with its own gradients and an `all_gather` that gives the values of all ranks in rank order.
-    The norm is as it was before the scaling. Where `max_norm` is 0 or infinite, nothing is scaled. A norm that is not
-    finite scales as in `torch.nn.utils.clip_grad_norm_`: by 0 an infinite one, and by NaN one that is NaN.
+    Every rank of the pipeline calls this function with its own gradients and an `all_gather` that returns the values of
+    all ranks in rank order. The result is the norm before the scaling. Where `max_norm` is 0 or infinite, nothing is
+    scaled. A norm that is not finite scales as in `torch.nn.utils.clip_grad_norm_`: an infinite one by 0, NaN by NaN.
 
-    The norm of each parameter is computed in float64, and these are combined in the order of the parameters' names: the
-    same bits on every rank and for every split. A name that several ranks hold counts once; the tied copies that
-    another name stands for are named in `skip`, and are scaled but not counted. `across` gathers over the replicas
-    where they share out each gradient; their parts are combined in the order of the replicas.
+    The norm of each parameter is computed in float64, and these norms are combined in the order of the parameters'
+    names, so the result has the same bits on every rank and for every split of the layers into stages. A parameter
+    that several ranks hold counts once. `skip` has the names of tied copies whose owner counts under another name;
+    they are scaled but not counted. Where replicas shard each gradient, `across` gathers values over the replicas.
 
     Raises:
         PipelineError: the norm is not finite and `error_if_nonfinite`; nothing is scaled then.
     """
     gradients = [(name, gradient) for name, gradient in named_gradients if gradient is not None]
+    # `distinct` lists a gradient once that two names of this rank share.
     counted_gradients = distinct((name, gradient) for name, gradient in gradients if name not in skip)
     local_norms = norms_of(counted_gradients, norm_type, across)
     total = _total_norm(all_gather(local_norms), norm_type)
@@ -64,7 +65,7 @@ def clip_gradients(
             "error_if_nonfinite=False to scale them by it all the same"
         )
     scale = max_norm / (total + 1e-6)  # as torch has it
-    if 0 < max_norm < math.inf and not scale >= 1:  # which a scale of NaN is not either
+    if 0 < max_norm < math.inf and not scale >= 1:  # a scale of NaN, of a norm that is NaN, is not at least 1 either
         for _, gradient in distinct(gradients):
             (local_part(gradient) if across else gradient).mul_(scale)
     return total

@@ -37,21 +37,25 @@ def run_layers(
     kwargs: Mapping[str, Any],
     before_layer: Callable[[int], None] | None = None,
 ) -> Any:
-    """Call the layers of a stage in order; what one returns is the single positional argument of the next.
+    """Call the layers of a stage in order, and return the result of the last layer.
 
-    `before_layer` is called before each one with its place in the unsplit model. An error that a layer raises notes
-    which layer it was.
+    The first layer gets all of `args`; each further layer gets the result of the layer before as its only positional
+    argument. Every layer gets those of `kwargs` that its forward can take. `before_layer` is called before each layer
+    with the index of the layer in the unsplit model. An error that a layer raises carries a note which layer it was.
 
     Raises:
         PipelineError: a layer changes an input in place whose gradient another stage waits for, or it passes on a
-            keyword to what does not take it.
+            keyword to a module that does not take this keyword.
     """
     for index, layer in enumerate(stage.modules):
         if before_layer is not None:
             before_layer(stage.first_layer + index)
         try:
-            args = (layer(*args, **(stage.taken_keywords[index].select(kwargs, len(args)) if kwargs else {})),)
+            layer_kwargs = stage.taken_keywords[index].select(kwargs, len(args)) if kwargs else {}
+            args = (layer(*args, **layer_kwargs),)
         except Exception as error:
+            # A common mistake, such as a target among the arguments, gets an error that says how to mend it. Any other
+            # error stays the layer's own.
             explained = _explained(error, layer, args, kwargs, stage.taken_keywords[index])
             note_place(explained, layer_place(stage.names[index], layer))
             if explained is error:

@@ -99,11 +99,14 @@ def load_own(stages: Sequence[Stage], state: Mapping[str, Any]) -> None:
 def require_fitting(
     state: Any, local_entries: Iterable[Entry], all_entries: Iterable[Entry], *, is_strict: bool
 ) -> None:
-    """Make sure that a state can be loaded as a whole.
+    """Make sure, before anything is copied, that this rank can load all of a state dict.
+
+    `state` is what the user passes to `load_state_dict`. An entry is the name, dtype and shape of a tensor of the
+    model: `local_entries` are those that this rank loads, `all_entries` those of all ranks. `is_strict` is as in torch.
 
     Raises:
-        ConfigError: it is no mapping by name; an entry of this rank is no tensor in it, or has another shape; or, if it
-            is strict, an entry of this rank is missing, or a tensor is in no rank's entries.
+        ConfigError: the state is no mapping by name; a value of a local entry is no tensor, or has another shape; or,
+            if strict, a local entry is missing, or the state has a tensor that is no entry of any rank.
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"a {type(state).__name__}; expected tensors by name, as state_dict() returns", key=KEY)
@@ -124,8 +127,9 @@ def require_fitting(
             "model, or pass strict=False to leave what is missing as it is",
             key=KEY,
         )
+    # Values that are no tensors, such as the extra state of a module, may have any name.
     names = {entry.name for entry in all_entries}
-    if unknown := [str(name) for name, tensor in state.items() if name not in names and isinstance(tensor, Tensor)]:
+    if unknown := [str(name) for name, value in state.items() if name not in names and isinstance(value, Tensor)]:
         raise ConfigError(
             f"nothing in the model is named {listed(unknown, quoted=repr)}.{nearest(unknown[0], names)} Load a state "
             "of the same model, or pass strict=False to leave out what is unknown",

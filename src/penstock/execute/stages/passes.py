@@ -152,23 +152,32 @@ class StagePasses:
         outputs: Any,
         deferred: DeferredWeights | None,
     ) -> SavedForward | None:
-        """Compute the loss on a last stage, and keep what the backward needs, and nothing else."""
-        if self.options.is_last:
-            loss = self._loss(step, place, parts, outputs)
-            if not self.options.is_training:
-                return None
-            # A loss that weighs nothing may be NaN, so no backward runs through it. Where all losses of a step weigh
-            # nothing, their outputs and parameters get zeros, so that no parameter is left with None. Where some weigh,
-            # those give gradients, and the outputs of the others are left out: 0 x NaN would reach every weight where
-            # they are not numbers, as those of rows of padding alone may be behind a masked softmax.
-            is_zero = loss is None and step.losses.weigh_nothing
-            roots = needing_gradient((outputs, step.losses.parameters()) if is_zero else loss)
-            saved_forward = self._saved(parts, inputs, roots, deferred)
-            self._require_training(step, saved_forward, loss)
-            fill = torch.zeros_like if is_zero else torch.ones_like
-            saved_forward.loss_gradients = [fill(root) for root in roots]
-            return saved_forward
-        return self._saved(parts, inputs, outputs, deferred) if self.options.is_training else None
+        """End the forward of one microbatch or slice: compute the loss on a last stage, and return what backward needs.
+
+        `place` is the microbatch and the slice. `inputs` are the detached leaves that the forward got. `parts` are
+        those of the stage's features, such as skips, in this forward. `deferred` collects the weight gradients that a
+        split backward leaves for a second action. Without training, the result is None.
+
+        Raises:
+            PipelineError: no gradient leads from the loss to anything that this stage could train.
+        """
+        if not self.options.is_last:
+            return self._saved(parts, inputs, outputs, deferred) if self.options.is_training else None
+        loss = self._loss(step, place, parts, outputs)
+        if not self.options.is_training:
+            return None
+        # The backward of a last stage begins at the roots. A loss whose weight is 0 may be NaN, as that of a microbatch
+        # of padding alone behind a masked softmax; then `loss` is None, since 0 x NaN would make every gradient NaN.
+        # Where other microbatches of the step weigh something, such a microbatch has no roots, and trains nothing.
+        # Where all losses of the step weigh nothing, its outputs are the roots and get gradients of zeros, so that each
+        # parameter gets a gradient of zeros and not None.
+        is_zero = loss is None and step.losses.weigh_nothing
+        roots = needing_gradient((outputs, step.losses.parameters()) if is_zero else loss)
+        saved_forward = self._saved(parts, inputs, roots, deferred)
+        self._require_training(step, saved_forward, loss)
+        fill = torch.zeros_like if is_zero else torch.ones_like
+        saved_forward.loss_gradients = [fill(root) for root in roots]
+        return saved_forward
 
     def _saved(
         self, parts: Sequence[ForwardPart], inputs: Any, outputs: Any, deferred: DeferredWeights | None

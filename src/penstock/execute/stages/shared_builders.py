@@ -66,28 +66,39 @@ def build_early(early: EarlyShards) -> Build:
 def build_own(
     layers: Sequence[Layer], names: Sequence[str], local_indices: Collection[int], build: Build = build_layer
 ) -> BuiltLayers:
-    """Build this rank's layers, and find the parameters that their builders share with layers of other ranks.
+    """Build this rank's layers, and find the parameters that they share with layers of other ranks.
+
+    A layer is a module, or a builder: a function (or a spec) that returns a module. Two builders share a parameter
+    where both close over one object. If another rank builds the second layer, it gets an object of its own, and the
+    two must be tied. `local_indices` are the indices of this rank's layers; `names` has the names of all layers.
 
     Raises:
         PartitionError: a layer cannot be built.
     """
-    built = {index: build(layers[index], names[index]) for index in local_indices}
+    local_layers = {index: build(layers[index], names[index]) for index in local_indices}
+    # Names of the parameters that builders of this rank have made or closed over, by identity. A rank that holds all
+    # layers needs none of this.
     local_names: dict[int, str] = {}
-    for index, module in built.items() if len(local_indices) < len(layers) else ():
+    for index, module in local_layers.items() if len(local_indices) < len(layers) else ():
         if not isinstance(layers[index], nn.Module):
             local_names |= {id(parameter): name for name, parameter in named_parameters(names[index], module)}
-    may_share = bool(local_names) or any(True for module in built.values() for _ in module.buffers())
-    remote = [(index, layer) for index, layer in enumerate(layers) if may_share and index not in local_indices]
-    sharing = [(index, layer) for index, layer in remote if _may_share(layer)]
-    glances = {index: _on_meta_device(layer) for index, layer in sharing}
-    remote_layers = {index: layer for index, layer in glances.items() if isinstance(layer, nn.Module)}
+    # Buffers of this rank may be shared, too; the remote layers are returned to whoever compares them.
+    may_share = bool(local_names) or any(True for module in local_layers.values() for _ in module.buffers())
+    remote_builders = {
+        index: layer
+        for index, layer in enumerate(layers)
+        if may_share and index not in local_indices and _may_share(layer)
+    }
+    # On the meta device a builder takes no memory for what it makes, and still returns the object that it closes over.
+    meta_layers = {index: _on_meta_device(layer) for index, layer in remote_builders.items()}
+    remote_layers = {index: layer for index, layer in meta_layers.items() if isinstance(layer, nn.Module)}
     shared = [
         (local_names[id(parameter)], name)
         for index, layer in remote_layers.items()
         for name, parameter in named_parameters(names[index], layer)
         if id(parameter) in local_names
     ]
-    return BuiltLayers(built, shared, remote_layers)
+    return BuiltLayers(local_layers, shared, remote_layers)
 
 
 def refuse_shared_objects(shared: Sequence[Pair], transport: Transport) -> None:
@@ -125,16 +136,22 @@ def _may_share(builder: Any) -> bool:
             return True
         if id(value) not in visited_ids:
             visited_ids.add(id(value))
-            pending_objects.extend(_referred_to(value))
+            pending_objects.extend(_objects_referred_to(value))
     return False
 
 
-def _referred_to(value: Any) -> Iterable[Any]:
-    """The objects that one uses when it is called: those that a function closes over or names, or its attributes."""
+def _objects_referred_to(value: Any) -> Iterable[Any]:
+    """Return the objects that `value` may use when a builder calls it; one step of a search for shared tensors.
+
+    A function uses the variables that it closes over, its defaults, and the globals that its code names. An instance of
+    a class uses its attributes and the `__call__` of its class. A class uses its `__init__`.
+    """
     match value:
         case FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-            global_values = (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
+            names = _names_in_code(value.__code__)
+            global_values = (value.__globals__[name] for name in names if name in value.__globals__)
+            # The globals of torch's own functions lead to the whole of torch, which holds modules and caches.
             is_users_code = not str(value.__module__).startswith("torch.")
             defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
             return chain(cells, *defaults, global_values if is_users_code else ())
@@ -147,23 +164,26 @@ def _referred_to(value: Any) -> Iterable[Any]:
         case list() | tuple() | set() | frozenset():
             return value
         case type():
-            return [init for init in (vars(value).get("__init__"),) if isinstance(init, FunctionType)]
+            init = vars(value).get("__init__")
+            return [init] if isinstance(init, FunctionType) else []
         case ModuleType() | str() | bytes() | int() | float():
             return ()
+    # Any other object: its attributes in `__dict__` and in slots, and its `__call__` if that is written in Python.
     slots = (name for class_ in type(value).__mro__ for name in getattr(class_, "__slots__", ()) or ())
+    call = getattr_static(type(value), "__call__", None)
     return (
         *getattr(value, "__dict__", {}).values(),
         *(getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)),
-        *(call for call in (getattr_static(type(value), "__call__", None),) if isinstance(call, FunctionType)),
+        *([call] if isinstance(call, FunctionType) else []),
     )
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """The global names, and some of attributes, that a function and the functions within it use."""
+def _names_in_code(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals, and some of attributes, that a function and the functions within it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _names_in_code(constant)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -23,7 +23,7 @@ from torch import nn
 from penstock.execute.batch.microbatch import ANY_KEYWORD
 from penstock.execute.undocumented import traced_arguments
 
-_PARSING = Lock()
+_PARSING_LOCK = Lock()
 """Two threads that parse at a time may fail: CPython counts their depth together (gh-106905)."""
 
 
@@ -65,12 +65,12 @@ def _taken(module: nn.Module, forward: Callable[..., Any]) -> TakenKeywords:
     }
     if not any(item.kind is item.VAR_KEYWORD for item in parameters):
         return TakenKeywords(positions)
-    inner = _behind(module, forward)
-    if inner is None:
+    keywords_of_callees = _keywords_of_callees(module, forward)
+    if keywords_of_callees is None:
         return TakenKeywords(positions, accepts_any_keyword=True)
-    for inner_keywords in inner:
-        positions = {**inner_keywords.positions, **positions}
-    return TakenKeywords(positions, any(inner_keywords.accepts_any_keyword for inner_keywords in inner))
+    for callee_keywords in keywords_of_callees:
+        positions = {**callee_keywords.positions, **positions}
+    return TakenKeywords(positions, any(keywords.accepts_any_keyword for keywords in keywords_of_callees))
 
 
 def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -85,49 +85,63 @@ def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter] | None:
     return [inspect.Parameter(name, kind) for name in names]
 
 
-def _behind(module: nn.Module, bound_forward: Callable[..., Any]) -> list[TakenKeywords] | None:
-    """Return the keywords of the modules that get a forward's `**kwargs`; None if the forward may use them itself."""
+def _keywords_of_callees(module: nn.Module, bound_forward: Callable[..., Any]) -> list[TakenKeywords] | None:
+    """Return the keywords that a forward's `**kwargs` may hold: one entry for each submodule that it passes them on to.
+
+    The source of the forward is parsed for calls such as `self.inner(x, **kwargs)` or `super().forward(x, **kwargs)`.
+    None means that the forward may use the keywords in another way, or that it has no source that could be read.
+    """
     forward = inspect.unwrap(bound_forward)
     while isinstance(forward, partial):
         forward = inspect.unwrap(forward.func)
+    # torch's wrappers, such as DistributedDataParallel, pass everything on to their only child. What counts is whether
+    # torch has defined the forward, not the class: for each layer that torch shards or parametrizes it makes a class,
+    # which inherits the user's forward.
     children = list(module.children())
-    # The forward's module counts, not the module of the class: torch gives a class of its own to layers that it shards
-    # or parametrizes.
     if len(children) == 1 and str(getattr(forward, "__module__", "")).startswith("torch."):
         return [taken_keywords(children[0])]
     try:
         text = textwrap.dedent(inspect.getsource(forward))
-        with _PARSING:
+        with _PARSING_LOCK:
             (definition,) = ast.parse(text).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    # A decorated method is found unbound behind its decorator.
+    # The module whose attributes the forward calls. A decorated method is found unbound behind its decorator.
     owner = getattr(forward, "__self__", None) or getattr(bound_forward, "__self__", None)
     if not isinstance(definition, ast.FunctionDef) or not definition.args.kwarg or not isinstance(owner, nn.Module):
         return None
+    # Of all nodes of the source, those that pass `**kwargs` on to a submodule or to the base class count. Every other
+    # use of the name may read the keywords.
+    nodes = list(ast.walk(definition))
     kwargs_name = definition.args.kwarg.arg
-    num_uses = sum(isinstance(node, ast.Name) and node.id == kwargs_name for node in ast.walk(definition))
+    num_uses = sum(isinstance(node, ast.Name) and node.id == kwargs_name for node in nodes)
     parameters = [*definition.args.posonlyargs, *definition.args.args]
-    callee = partial(_callee, owner, forward, parameters[0].arg if parameters else "")
-    calls = ast.walk(definition)
-    keywords_of_calls = [keywords for call in calls if (keywords := _taken_in(call, kwargs_name, callee))]
-    # Any use that is no such call may read the keywords.
+    keywords_of_callee = partial(_keywords_of_callee, owner, forward, parameters[0].arg if parameters else "")
+    keywords_of_calls = [
+        keywords for node in nodes if (keywords := _keywords_of_call(node, kwargs_name, keywords_of_callee))
+    ]
     return keywords_of_calls if len(keywords_of_calls) == num_uses else None
 
 
-def _taken_in(call: ast.AST, kwargs_name: str, callee: Callable[[str], TakenKeywords | None]) -> TakenKeywords | None:
-    """Return the keywords of a callee that gets `**kwargs`, directly or by a function for checkpointing; None else."""
-    if not isinstance(call, ast.Call):
+def _keywords_of_call(
+    node: ast.AST, kwargs_name: str, keywords_of_callee: Callable[[str], TakenKeywords | None]
+) -> TakenKeywords | None:
+    """Return the keywords that `**kwargs` may fill in a call, as in `self.inner(x, **kwargs)`; None for other nodes.
+
+    The callee may also be the first argument of a function for checkpointing, as in `checkpoint(self.inner, x)`.
+    """
+    if not isinstance(node, ast.Call):
         return None
-    if not any(keyword.arg is None and ast.unparse(keyword.value) == kwargs_name for keyword in call.keywords):
+    if not any(keyword.arg is None and ast.unparse(keyword.value) == kwargs_name for keyword in node.keywords):
         return None
-    callee_node, positional = call.func, call.args
+    callee_node, positional = node.func, node.args
     if positional and "checkpoint" in ast.unparse(callee_node).rpartition(".")[2]:
         callee_node, positional = positional[0], positional[1:]
-    accepted = callee(ast.unparse(callee_node))
+    accepted = keywords_of_callee(ast.unparse(callee_node))
     if accepted is None:
         return None
-    filled_names = {keyword.arg for keyword in call.keywords}
+    # Arguments that the call gives itself are not free for `**kwargs`.
+    filled_names = {keyword.arg for keyword in node.keywords}
     positions = accepted.positions
     if not any(isinstance(argument, ast.Starred) for argument in positional):
         filled_names |= {name for name, at in positions.items() if at is not None and at < len(positional)}
@@ -135,7 +149,9 @@ def _taken_in(call: ast.AST, kwargs_name: str, callee: Callable[[str], TakenKeyw
     return TakenKeywords(free_positions, accepted.accepts_any_keyword)
 
 
-def _callee(owner: nn.Module, forward: Callable[..., Any], self_name: str, text: str) -> TakenKeywords | None:
+def _keywords_of_callee(
+    owner: nn.Module, forward: Callable[..., Any], self_name: str, text: str
+) -> TakenKeywords | None:
     """Return the keywords of a callee: a submodule, or the forward of the base class; None for any other."""
     if text == "super().forward":
         function = getattr(forward, "__func__", forward)
