@@ -128,7 +128,7 @@ def test_a_peer_of_another_user_is_sent_away_although_it_knows_the_secret(monkey
         thief = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         thief.connect(listener.address.name)
         thief.send(rendezvous.HELLO.pack(0, listener.address.secret.encode()))
-        sockets = rendezvous._connect(0, 1, TAGS, listener.address, MAX_WAIT_S)
+        sockets = rendezvous._sockets_to_peer(0, 1, TAGS, listener.address, MAX_WAIT_S)
         answers = iter([False, True])
         monkeypatch.setattr(rendezvous, "_is_same_user", lambda connection: next(answers))
 

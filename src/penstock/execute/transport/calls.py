@@ -178,7 +178,11 @@ def collective(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
-    """Refuse an exchange of ranks that are in different calls, or of which one has left.
+    """Make sure that all ranks of an exchange are in the same public call of the pipeline, such as `step`.
+
+    `labels[rank]` is the label of a rank: the name of its call, the line of the user's code, and why the rank refuses
+    the call, if it does. A rank that has closed the pipeline has no name, but the line at which it left. The label of a
+    rank that nothing is known of is empty, and is passed over. Lines may differ; names may not.
 
     Raises:
         StepRefused: naming the call of each rank, or why one of them refuses to make a call; the same on every rank
@@ -187,32 +191,37 @@ def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
     """
     if labels.count(labels[0]) == len(labels):
         return
+    # Sort the ranks by what their labels say.
     ranks_by_departure: dict[str, list[int]] = {}
     ranks_by_call: dict[tuple[str, str], list[int]] = {}
     num_ranks_by_name: Counter[str] = Counter()
     refusal_by_rank: dict[int, str] = {}
-    for index, text in enumerate(labels):
-        name, place, refusal = _Label.of(text)
+    for rank, label_of_rank in enumerate(labels):
+        name, place, refusal = _Label.of(label_of_rank)
         if name:
-            ranks_by_call.setdefault((name, place), []).append(index)
+            ranks_by_call.setdefault((name, place), []).append(rank)
             num_ranks_by_name[name] += 1
-            refusal_by_rank |= {index: refusal} if refusal else {}
+            refusal_by_rank |= {rank: refusal} if refusal else {}
         elif place:
-            ranks_by_departure.setdefault(place, []).append(index)
+            ranks_by_departure.setdefault(place, []).append(rank)
     if len(num_ranks_by_name) == 1 and not ranks_by_departure:
         return
-    # Most scripts are right on most ranks, and in their steps: so the call that few ranks make is the one to mend.
+    # Most scripts are right on most ranks, and in their steps. So the call that the fewest ranks make is the one to
+    # mend, and `step` is the last to be blamed.
     odd_name = min(num_ranks_by_name, key=lambda name: (num_ranks_by_name[name], _without_number(name) == "step"))
     fix = f"every rank must call {odd_name}"
+    # A rank has left: the error names it, and only the calls of the other ranks, since not every replica knows which
+    # of its ranks is in which call.
     if ranks_by_departure:
-        # The ranks that have left are named alone: which of the others are in a call, not every replica knows.
         clauses = [f"{_subject(ranks, names, 'has', 'have')} {act}" for act, ranks in ranks_by_departure.items()]
         other_calls = " and ".join(f"{name} ({place})" for name, place in sorted(ranks_by_call))
         clauses.append(f"the others are in {other_calls}")
-        rank = names.numbers[min(chain(*ranks_by_departure.values()))]
-        raise PeerLeft(f"{', '.join(clauses)}; {fix}", rank=rank, peer=rank)
+        departed = names.numbers[min(chain(*ranks_by_departure.values()))]
+        raise PeerLeft(f"{', '.join(clauses)}; {fix}", rank=departed, peer=departed)
+    # A rank refuses its step, while others are in another call: its reason says more than the difference.
     if refusal_by_rank:
         raise _refused(refusal_by_rank, names)
+    # The ranks are in different calls: the error lists them all, and blames the first rank of the odd call.
     clauses = [f"{_subject(ranks, names)} in {name} ({place})" for (name, place), ranks in ranks_by_call.items()]
     first = next(iter(ranks_by_call))
     clauses[0] = f"{_subject(ranks_by_call[first], names, 'is', 'are')} in {first[0]} ({first[1]})"

@@ -238,16 +238,19 @@ def await_device(
     read_clock: Callable[[], float] = running_s,
     pause: Callable[[float], None] = pause,
 ) -> None:
-    """Let the host wait until its device has come somewhere.
+    """Let the host wait until its device has come to some point of its queue, such as an event: until `is_reached()`.
 
-    While `is_held_up`, the device waits for a peer, whose own deadline counts then. `go_on` is called at the end.
+    `is_held_up` returns whether the device itself waits for a message of a peer; a wait for a message has a deadline of
+    its own, so that time does not count here. `go_on` is called at the end. `pause` sleeps for some seconds.
 
-    Raises: DeadlineExceeded, and what `is_held_up` raises.
+    Raises:
+        DeadlineExceeded: the device has computed for more than `deadline_s` seconds without coming there.
+        Exception: what `is_held_up` raises, such as `PeerLost`.
     """
     begin_s = read_clock()
     while not is_reached():
         if is_held_up():
-            begin_s = read_clock()
+            begin_s = read_clock()  # the time starts again
         waited_s = read_clock() - begin_s
         if waited_s > deadline_s:
             raise DeadlineExceeded(

@@ -63,8 +63,19 @@ class OverLinks:
         return self._opened(ticket, pending)
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
+        """Wait for a message by its ticket: until it has arrived, or until a sent tensor may be used again.
+
+        The wait lasts up to `limit_s` seconds, by default up to the deadline of the transport. A ticket that was waited
+        for before returns at once. The observer, if any, is told when this rank stands still for a peer.
+
+        Raises:
+            PipelineError: the peer sent a tensor of another size, or this rank itself has failed.
+            DeadlineExceeded: the message did not come within the limit.
+            PeerLost: the connection to the peer is gone, or an abort or close of this rank has dropped the message.
+        """
         deadline_s = self.deadline_s if limit_s is None else limit_s
-        # The serial tells, not the absence: a ticket that was waited for is absent too, and may be waited for again.
+        # Serial numbers rise, and an abort dropped every message before `_first_serial`. That the message is not among
+        # the open ones tells less: a ticket that was waited for is not there either.
         if ticket.serial < self._first_serial:
             raise peer_lost(self.names, self.rank, ticket, 0.0, f"{self.forgotten_by} forgot this message")
         pending = self._open.pop(ticket.serial, None)
@@ -81,8 +92,11 @@ class OverLinks:
             rank_name, peer, number = self.names[self.rank], self.names[ticket.peer], self.names.numbers[self.rank]
             raise PipelineError(f"{rank_name}: message of {peer}: {error}", rank=number) from error
         except RuntimeError as error:
-            del pending  # frames live as long as the error, and a work kept alive would keep the sockets open
+            # An error keeps alive the frames in its traceback, and so the `Work` of torch.distributed that a pending
+            # message holds. Gloo closes its sockets, by which the peers notice, only once every `Work` is gone.
+            del pending
             error.with_traceback(None)
+            # Where the device of this rank has failed, that is the error, whatever the connection says.
             self._raise_own_error(error)
             waited_s = running_s() - begin_s
             if isinstance(error, MessageLate) or waited_s >= deadline_s or is_timeout(error):

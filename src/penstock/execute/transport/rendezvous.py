@@ -245,7 +245,7 @@ def connect_all(
     addresses = [Address(**json.loads(text)) for text in texts]
     sockets: dict[SocketKey, DirectSocket] = {}
     for peer in range(rank + 1, len(addresses)):
-        sockets |= _connect(rank, peer, tags, addresses[peer], deadline_s)
+        sockets |= _sockets_to_peer(rank, peer, tags, addresses[peer], deadline_s)
     key_texts = exchange("connected", json.dumps(list(sockets)))
     rank_keys = [[SocketKey(*key) for key in json.loads(text)] for text in key_texts]
     keys_here = [[key._replace(peer=peer) for key in keys if key.peer == rank] for peer, keys in enumerate(rank_keys)]
@@ -255,14 +255,21 @@ def connect_all(
     return DirectSockets(sockets, min(address.max_packet_bytes for address in addresses), is_complete)
 
 
-def _connect(
+def _sockets_to_peer(
     rank: int, peer: int, tags: Sequence[int], address: Address, deadline_s: float
 ) -> dict[SocketKey, DirectSocket]:
-    """Make the sockets of a pair and hand the peer its ends; none where it cannot be reached."""
+    """Make all sockets between this rank and a peer on the same host, and hand the peer its ends of them.
+
+    `address` is where the peer listens. Each tag, a kind of message, gets one socket for packets, and where the system
+    has shared memory, another one beside a piece of that memory. The result has this rank's ends; it is empty where the
+    peer cannot be reached, such as on another host.
+    """
     if not address.name:
         return {}
     sockets: dict[SocketKey, DirectSocket] = {}
     try:
+        # Files in `handed_over` are closed here in any case, since the peer gets duplicates of them. This rank's own
+        # ends, in `on_failure`, are closed only if not all of them could be handed over.
         with ExitStack() as handed_over, ExitStack() as on_failure:
             connection = handed_over.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             connection.settimeout(deadline_s)
@@ -270,7 +277,7 @@ def _connect(
             if not _is_same_user(connection):
                 return {}
             files: list[int] = []
-            for key, memory in _memories(peer, tags, handed_over).items():
+            for key, memory in _memory_files(peer, tags, handed_over).items():
                 local_end, peer_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 on_failure.enter_context(local_end)
                 handed_over.enter_context(peer_end)
@@ -278,6 +285,7 @@ def _connect(
                 _make_room(peer_end)
                 sockets[key] = _direct_socket(local_end, memory, is_maker=True)
                 files += [peer_end.fileno()] if memory is None else [peer_end.fileno(), memory]
+            # The peer takes files only from a rank that knows the secret of its address.
             socket.send_fds(connection, [HELLO.pack(rank, address.secret.encode())], files)
             on_failure.pop_all()
     except (AttributeError, OSError):  # another host, no more files, a peer that has gone
@@ -285,7 +293,7 @@ def _connect(
     return sockets
 
 
-def _memories(peer: int, tags: Sequence[int], stack: ExitStack) -> dict[SocketKey, int | None]:
+def _memory_files(peer: int, tags: Sequence[int], stack: ExitStack) -> dict[SocketKey, int | None]:
     """Return the files of shared memory by socket: None for a socket of packets, no others where there is no memory."""
     memory_files: dict[SocketKey, int | None] = {SocketKey(peer, tag, False): None for tag in tags}
     try:

@@ -65,6 +65,16 @@ class TorchTransport(OverLinks):
         names: RankNames | None = None,
         has_sums: bool = False,
     ) -> None:
+        """Connect to all ranks of a process group, by default the one of all processes; see the class for arguments.
+
+        The transport makes sockets and backends of its own, and uses the group for its store alone, by which the ranks
+        find each other. So it can drop and remake the connections after a failure.
+
+        Raises:
+            PipelineError: there is no process group.
+            PeerLost, DeadlineExceeded: a rank does not come, or cannot be reached.
+            ConfigError: the ranks compute on different kinds of devices.
+        """
         process_group = group or dist.group.WORLD
         if process_group is None:
             raise PipelineError(
@@ -74,9 +84,10 @@ class TorchTransport(OverLinks):
         self._on_close = on_close
         self._device = torch.device(device)
         self._queued_tags = [Tag.DATA] if is_queued(self._device) else []
-        """Tags of messages that are in a queue of an accelerator."""
+        """Tags (kinds) of messages that go from accelerator to accelerator, in the order of the device's queue."""
         self._direct_tags = [tag for tag in Tag if is_direct and tag not in self._queued_tags]
-        # From an abort to the next recovery there are no sockets, no backends and no links.
+        """Tags of messages between CPUs, which go over sockets of this host where they can, past gloo."""
+        # `_connect` below fills these; an abort empties them until the next recovery.
         self._sockets = NO_SOCKETS
         self._backends: list[Backend] = []
         self._sums: Backend | None = None
@@ -91,6 +102,7 @@ class TorchTransport(OverLinks):
         self.is_device_held_up: Callable[[], bool] = held_up_of(self)
         """Looks whether a message holds up the device, so that nothing behind it has begun."""
         _close_sockets_in_forks(self)
+        # The ranks meet for the first time under a prefix in the store of the group, and to recover under another one.
         store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(process_group)), self.rank, self.names))
         calls, numbers = self.calls, self.names.numbers
         self._recoveries = Rendezvous(
@@ -155,6 +167,15 @@ class TorchTransport(OverLinks):
         return backends, messages
 
     def _connect(self, rendezvous: Rendezvous) -> Store:
+        """Connect to all ranks of the group, which call this together; return the store of this meeting.
+
+        Each rank publishes its address in the store. Ranks of one host then connect by sockets; gloo connects the
+        others, and the backend of an accelerator connects the devices.
+
+        Raises:
+            ConfigError: on every rank alike, the ranks compute on different kinds of devices.
+            PeerLost, DeadlineExceeded: a rank does not come, or cannot be reached.
+        """
         begin_s, store = running_s(), rendezvous.enter()
 
         def exchange(name: str, text: str) -> list[str]:
@@ -173,10 +194,11 @@ class TorchTransport(OverLinks):
                 if self._backends:
                     # Gloo has one end of a pair ready before the other, and a rank that closed at once would break it.
                     exchange(LINKED, "")
-        except ConfigError:  # the same on all ranks, none of which waits
+        except ConfigError:  # all ranks raise it alike, so none of them waits for this one
             self.abort()
             raise
         except (RuntimeError, OSError) as error:
+            # Peers that wait in a later round of the meeting are told that this rank does not come.
             self.abort()
             rendezvous.give_up(CONNECTED, LINKED)
             cure = ". See whether all of them still run; if they do not, start all ranks again"

@@ -52,14 +52,17 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Launch | None":
-        """Return what the variables say; None where no launcher has set them, or for one process alone.
+        """Return what the environment variables of torchrun, or of a launcher like it, say of this process.
+
+        None means that no launcher has set RANK and WORLD_SIZE, or that it has started one process alone, which needs
+        no address to meet others.
 
         Raises:
             ConfigError: some variables are missing, or are not the numbers that they should be.
         """
-        if not all(environment.get(name) for name in NAMES[:2]):
+        if not (environment.get("RANK") and environment.get("WORLD_SIZE")):
             return None
-        rank, num_ranks = (_number(environment, name) for name in NAMES[:2])
+        rank, num_ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         if not rank < num_ranks:
             raise ConfigError(f"RANK is {rank}, but WORLD_SIZE is {num_ranks}; ranks count from 0. {_FIX}", key="RANK")
         missing = [name for name in NAMES if not environment.get(name)]
@@ -74,11 +77,11 @@ class Launch:
         return cls(
             rank,
             num_ranks,
-            environment["MASTER_ADDR"],
-            _number(environment, "MASTER_PORT"),
-            environment.get(_RESTART_COUNT, "0"),
-            environment.get(_AGENT_HAS_STORE) == "True",
-            environment.get(_ERROR_FILE, ""),
+            host=environment["MASTER_ADDR"],
+            port=_number(environment, "MASTER_PORT"),
+            attempt=environment.get(_RESTART_COUNT, "0"),
+            has_store=environment.get(_AGENT_HAS_STORE) == "True",
+            error_file=environment.get(_ERROR_FILE, ""),
         )
 
 
