@@ -41,12 +41,13 @@ class BatchRule:
     """Whether rows need not divide evenly, and make fewer microbatches where they are fewer: for evaluations."""
 
     def microbatches(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> list[Microbatch]:
-        """Split arguments, keyword arguments and target alike into microbatches.
+        """Split arguments, keyword arguments and target of a batch along the samples (rows) into microbatches.
 
-        All tensors that are split have the same number of rows. With `allow_ragged` the first (rows mod microbatches)
-        microbatches have one row more than the others; without, the rows must divide evenly. Where the first
-        input is `PreSplit`, or where there is none the target, its parts decide the sizes instead. Any other `PreSplit`
-        must have parts of these sizes, or be marked `Replicate`: its parts are handed out, and its rows do not count.
+        All tensors that are split must have the same number of rows. With `allow_ragged` the first (rows mod
+        microbatches) microbatches have one row more than the others; without it, the rows must divide evenly. A
+        `PreSplit` is a value that the caller has split already: where the first input is one, or the target of a batch
+        without inputs, its parts decide the sizes instead. Any other `PreSplit` must have parts of these sizes, or be
+        marked `Replicate`: then the microbatches get its parts, and its rows are not compared.
 
         Raises:
             PipelineError: rows disagree or do not divide; there are none, or fewer than microbatches; a spec does not
@@ -57,10 +58,12 @@ class BatchRule:
         batch = (tuple(args), dict(kwargs), target)
         marked_values = list(_marked_values(batch, self.specs))
         leaves = [leaf_along(SAMPLES, place, value, mark, 0) for _, place, value, [mark] in marked_values]
-        sizes = self._sizes(leaves) or [0] * self.num_microbatches
+        sizes = self._sizes(leaves) or [0] * self.num_microbatches  # rows of each microbatch
+        # An evaluation of few rows makes fewer microbatches. `rows_of` then refuses a PreSplit with more parts.
         for leaf in leaves if len(sizes) < self.num_microbatches else ():
-            rows_of(leaf, len(sizes))  # refuses a PreSplit whose last parts no microbatch would get
-        # Without rows, where nothing here is cut, an empty tensor in an object would seem to have those of the batch.
+            rows_of(leaf, len(sizes))
+        # An object that cannot be cut would go whole to every microbatch, so it must not hold rows of the batch. A
+        # batch without rows is not examined: an empty tensor in such an object would seem to hold them.
         if len(sizes) > 1 and any(sizes) and (reason := _uncut_rows(marked_values).get(sum(sizes))):
             raise PipelineError(reason)
         if len(sizes) > 1 and not self.takes_any_size:
@@ -75,10 +78,11 @@ class BatchRule:
         return _uncut_rows(_marked_values((tuple(args), dict(kwargs), target), self.specs))
 
     def slices(self, microbatch: Microbatch) -> list[Microbatch]:
-        """Cut a microbatch into consecutive slices.
+        """Cut a microbatch along the sequence into consecutive slices; a rule of one slice returns it as it is.
 
-        With `allow_ragged` the first (length mod slices) slices are longer by one; without, the length must divide
-        evenly. Every slice gets the whole of a value that has no such dimension, or that microbatches get whole.
+        With `allow_ragged` the first (length mod slices) slices are longer by one position; without it, the length of
+        the sequence must divide evenly. Every slice gets the whole of a value that has no sequence dimension, and of a
+        value that is marked `Replicate` for microbatches.
 
         Raises:
             PipelineError: lengths disagree, do not divide or are too short; the target has no sequence; a spec does not
@@ -86,19 +90,21 @@ class BatchRule:
         """
         if self.num_slices == 1:
             return [microbatch]
-        parts = (microbatch.args, microbatch.kwargs, microbatch.target)
+        batch = (microbatch.args, microbatch.kwargs, microbatch.target)
+        # A leaf is a tensor (or another value) in the nested arguments, with the dimension along which it is cut, or
+        # None. Its place, such as "args[0]", names it in errors; its marks are those of the caller's specs.
         leaves = [
             self._sequence_leaf(root, f"microbatch {microbatch.index}: {place}", value, *marks)
-            for root, place, value, marks in _marked_values(parts, self.specs, self.slice_specs)
+            for root, place, value, marks in _marked_values(batch, self.specs, self.slice_specs)
         ]
-        lengths_of_leaves = [(leaf, leaf.length) for leaf in leaves if leaf.dim is not None]
-        require_equal(SEQUENCE, lengths_of_leaves)
-        lengths = [0] * self.num_slices
-        if lengths_of_leaves:
-            lengths = even_sizes(lengths_of_leaves[0][0], self.num_slices, SEQUENCE, self.allow_ragged)
+        cut_leaves = [leaf for leaf in leaves if leaf.dim is not None]
+        require_equal(SEQUENCE, [(leaf, leaf.length) for leaf in cut_leaves])
+        lengths = [0] * self.num_slices  # positions of each slice
+        if cut_leaves:
+            lengths = even_sizes(cut_leaves[0], self.num_slices, SEQUENCE, self.allow_ragged)
         return [
             Microbatch(microbatch.index, *part, microbatch.size, index, lengths[index])
-            for index, part in enumerate(_cut(parts, leaves, lengths))
+            for index, part in enumerate(_cut(batch, leaves, lengths))
         ]
 
     def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> str:

@@ -122,13 +122,14 @@ class Stream:
     def begin_step(
         self, rank: int, num_microbatches: int, read: Callable[[], float], copy: CopyLeaf | None = None
     ) -> Pull:
-        """Pass over what the step before has left, and return the next microbatch without taking it.
+        """Begin a step of `num_microbatches`, and return the first one: it is pulled off the iterator, but not taken.
 
-        `copy` takes over each value, as in `Part.copied`; `read` times the pulls of the step.
+        Microbatches that the step before did not take, since it failed, are passed over first. `read` returns the time
+        in seconds, by which pulls are timed. `copy` takes over each value, as in `Part.copied`.
 
         Raises:
-            EndOfData: there is none.
-            PipelineError: another rank uses this stream, or what it yields is no microbatch.
+            EndOfData: the iterator has no further microbatch.
+            PipelineError: another rank uses this stream, or the iterator yields something that is no microbatch.
         """
         if self._rank not in (None, rank):
             raise PipelineError(
@@ -136,12 +137,16 @@ class Stream:
             )
         self._rank, self._read, self._copy = rank, read, copy
         try:
+            # `_begin` and `_end` count the microbatches before the last step and before its end. So this loop passes
+            # over the rest of a step that failed. One microbatch may have left the iterator already: it was pulled and
+            # not taken (`_peeked`), or its preprocessing failed (`_unprepared`).
             while self._num_taken < self._end:
                 if self._peeked is None and not self._unprepared:
                     next(self._items)
                 self._peeked, self._unprepared = None, []
                 self._num_taken += 1
-            # These are set before the pull: should it fail, this rank passes over the step as the others do.
+            # The bounds of this step are set before its first pull. If the pull fails on this rank, the rank passes
+            # over the whole step next time, as the other ranks do.
             self._begin, self._end = self._num_taken, self._num_taken + num_microbatches
             self._peeked = self._peeked or self._pull()
         except StopIteration:
@@ -263,19 +268,23 @@ class Reader:
         return part, slices
 
     def next(self, index: int) -> _Cut:
-        """Take the next microbatch, number `index` of the step, and return it and its slices.
+        """Take the microbatch with this index in the step off the stream, and return it and its slices.
 
         Raises:
-            PipelineError: the stream has ended, or the microbatch does not fit the first one.
+            PipelineError: the stream has ended. Or the microbatch differs from microbatch 0 of the step: in its layout
+                (places, shapes and dtypes), unless the pipeline allows variable shapes; or in its rows or the lengths
+                of its slices, unless losses are summed.
         """
         pull = self.stream.take()
         self._note(index, pull)
+        # `begin` has cut microbatch 0 before the ranks agreed on the step, and has noted its layout and sizes.
         if index == 0:
             first_cut, self._first_cut = self._first_cut, None
             assert first_cut is not None, "begin() has cut it"
             return first_cut
         layout = pull.part.layout()
         microbatch, slices = self._cut(index, pull.part)
+        # A mean weighs each loss by its size as part of the whole, which is not known before the last pull.
         cannot_be_weighed = _sizes(slices) != self._sizes and not self.rules.is_sum
         if layout != self._layout and not self.rules.has_variable_shapes:
             and_sums = " and reduction='sum': a mean needs all sizes before the first backward"
