@@ -45,33 +45,38 @@ def rules_of(kind: type) -> dict[str, Rule]:
 
 def require_equal(
     reports: Sequence[SetupReport],
-    names: RankNames | None = None,
+    rank_names: RankNames | None = None,
     rules: Mapping[str, Rule] | None = None,
     fails_as: type[PipelineError] = PipelineError,
 ) -> None:
-    """Compare the reports of all ranks, field by field.
+    """Make sure that a field has one value in the reports of all ranks, one field after another.
 
-    `names` are those of the ranks, where they are not their indices. `rules` has the fields that are compared, by
-    default all of the first rank's report.
+    `reports[rank]` has plain values by the name of the field. `rank_names` are the names of the ranks in errors, by
+    default their indices. `rules` has the fields that are compared, and for each of them how a user mends a difference;
+    by default all fields of the first report are compared. A rank whose value is None does not use the field.
 
     Raises:
-        PipelineError: `fails_as`, naming what differs and the ranks; the same on every rank.
+        PipelineError: an error of the class `fails_as` names the first field that differs, and the ranks; all ranks,
+            which have the same reports, raise the same error.
     """
-    ranks = names or RankNames.plain(len(reports))
-    for name, rule in (rules or dict.fromkeys(reports[0], SAME_START["rule"])).items():
-        values = [report.get(name, "nothing") for report in reports]
+    ranks = rank_names or RankNames.plain(len(reports))
+    for field_name, rule in (rules or dict.fromkeys(reports[0], SAME_START["rule"])).items():
+        values = [report.get(field_name, "nothing") for report in reports]
         value_by_rank = {rank: value for rank, value in enumerate(values) if value is not None}
         pair = odd_one_out(value_by_rank)
         if pair is None:
             continue
+        # The error shows a rank with the value that most ranks have, and the first rank with another value.
         usual_rank, odd_rank = pair
         odd_value = value_by_rank.pop(odd_rank)
         alike = ", ".join(str(ranks.numbers[rank]) for rank, value in value_by_rank.items() if value == odd_value)
-        differ = f"{ranks[usual_rank]} has {value_by_rank[usual_rank]}, {ranks[odd_rank]} has {odd_value}"
+        difference = f"{ranks[usual_rank]} has {value_by_rank[usual_rank]}, {ranks[odd_rank]} has {odd_value}"
         if rule.digest_of:
-            differ = f"{ranks[usual_rank]} and {ranks[odd_rank]} have different {rule.digest_of}"
+            difference = f"{ranks[usual_rank]} and {ranks[odd_rank]} have different {rule.digest_of}"
         also = f" (and so do ranks {alike})" if alike else ""
-        raise fails_as(f"the ranks disagree on {name}: {differ}{also}. {rule.fix}", rank=ranks.numbers[odd_rank])
+        raise fails_as(
+            f"the ranks disagree on {field_name}: {difference}{also}. {rule.fix}", rank=ranks.numbers[odd_rank]
+        )
 
 
 def odd_one_out(value_by_rank: Mapping[int, object]) -> tuple[int, int] | None:

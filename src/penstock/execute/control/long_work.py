@@ -84,12 +84,16 @@ def work_together(
     fails_as: FailsAs,
     heartbeat: Heartbeat | None = None,
 ) -> T:
-    """Run work on every rank in a thread until all are over, and return its result. Every rank calls it.
+    """Run `work` in a thread on every rank until all ranks' work is over; return this rank's result.
 
-    With a heartbeat, which the work is to beat as it goes on, a wait that fails or is interrupted stops the work.
+    Every rank calls this function, with work that may take long, such as writing to a disk. The ranks look after each
+    other meanwhile, so a rank that is lost is noticed within the deadline of the control channel. A work that is given
+    a heartbeat calls its `beat` as it goes on; then `limit_s` counts from the last beat of any rank, and the work is
+    told to stop (`beat` raises KeyboardInterrupt) if this wait fails or is interrupted.
 
     Raises:
-        Exception: on every rank: `stalled` after `limit_s`, see `wait_together`; or as `Control.together`.
+        Exception: on every rank: `stalled`, where the work of some rank takes longer than `limit_s` seconds; or, where
+            it fails on some rank, the error that `fails_as` makes of the failure.
         PipelineError: a rank is lost.
     """
     future = run_in_thread(work)
@@ -99,11 +103,13 @@ def work_together(
     except BaseException:
         if heartbeat is not None:
             heartbeat.is_stopped = True
+            # The work ends at its next beat; a disk that hangs may keep it from beating, so the wait has a limit.
             wait([future], timeout=control.limit_s)
         raise
 
-    def require() -> None:
+    def raise_own_failure() -> None:
         future.result()
 
-    control.together(require, fails_as)
+    # All ranks' work is over. Where it has failed on any of them, this raises on all of them.
+    control.together(raise_own_failure, fails_as)
     return future.result()

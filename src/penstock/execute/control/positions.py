@@ -228,12 +228,18 @@ class PositionBoard:
         self.note_idle()
 
     def read(self, rank: int) -> RankPosition:
-        """Tell where a rank is."""
+        """Return what a rank has last written of itself: its step, its row in the program, and what it does there.
+
+        The memory is shared by the ranks of a host, each of which writes to a slot of its own. The slot of a rank on
+        another host is empty, and has the state UNKNOWN. The three texts are empty unless the rank has failed
+        (`failure`), has shown what its thread does (`stack`), or has found which rank is to blame (`verdict`).
+        """
         memory, slot = self._memory, rank * SLOT_BYTES
         pid, epoch, step = IDENTITY.unpack_from(memory, slot)
         state, row, peer, since_s = POSITION.unpack_from(memory, slot + POSITION_AT)
         (verdict_s,) = MOMENT.unpack_from(memory, slot + VERDICT_TIME_AT)
-        # A rank that lags behind a recovery of all ranks still shows what it wrote about the failure before it.
+        # An epoch begins when all ranks recover from a failure. A rank that has not come so far yet still shows texts
+        # about that failure, which do not count any more.
         failure, stack, verdict = (
             _read_text(memory, slot + offset) if epoch == self.epoch else ""
             for offset in (FAILURE_AT, STACK_AT, VERDICT_AT)
@@ -247,7 +253,7 @@ class PositionBoard:
             row=row,
             peer=peer if state == State.WAITING else None,
             since_s=since_s,
-            failure=Failure(*failure.split(SEPARATOR)[:5]) if failure else None,
+            failure=Failure(*failure.split(SEPARATOR)[: len(Failure._fields)]) if failure else None,
             stack=stack,
             verdict=verdict,
             verdict_s=verdict_s,

@@ -200,17 +200,25 @@ class CheckedMessages(Observer):
         return self._transport.post_send(peer, torch.tensor(header, device=self._device))
 
     def _take_next(self, peer: int) -> None:
-        """Take the next message of a channel, a header and the values that it announces, or a header alone.
+        """Receive the next header from a peer, compare it with the expected one, and receive the values behind it.
 
-        A caller may need a later message: the values of this one arrive before, so they are taken here [2].
+        A header says which instruction the values belong to, and how many they are. An instruction that sends no tensor
+        sends a header alone. Messages of a peer arrive in order, so this may be an earlier message than the one that
+        the caller waits for; its values go into the tensor of its own receive.
+
+        Raises:
+            PipelineError: the header is not the expected one; no value is received then, as their size may be wrong.
         """
-        header_values = torch.tensor(_OUTSIDE, device=self._device)
+        header_values = torch.tensor(_OUTSIDE, device=self._device)  # room for one header
         self._transport.wait(self._transport.post_receive(peer, header_values))
         received_header = _Header(*header_values.tolist())
+        # The oldest receive that this rank has posted for the peer is for these values, if there are any.
         channel = self._channels[peer]
         is_alone = received_header.numel == _NOTHING or not channel.awaited
         awaited = None if is_alone else channel.awaited.popleft()
         numel = _NOTHING if awaited is None else awaited.tensor.numel()
+        # A receive that was posted within a reduction has its header. Any other belongs to the oldest receive
+        # instruction of the program whose parts, one per tensor, have not all come.
         expected_header = (awaited and awaited.header) or channel.turn_to(received_header.part)
         expected_header = expected_header._replace(step=self._step, part=received_header.part, numel=numel)
         if received_header != expected_header:

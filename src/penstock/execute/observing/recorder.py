@@ -154,11 +154,16 @@ class StepRecording(Observer):
         control = Control(self.clocks.transport)
         measurements = cast(list[dict[str, Any]], control.all_gather_object(local_measurement))
         if all(measurement["is_complete"] for measurement in measurements):
-            self.recording = self._laid_together(measurements, alignment)
+            self.recording = self._recording_of_ranks(measurements, alignment)
 
-    def _laid_together(self, measurements: Sequence[dict[str, Any]], alignment: Alignment) -> Recording:
-        """Return the recording of all ranks on rank 0's clock, with 0 at the first start."""
+    def _recording_of_ranks(self, measurements: Sequence[dict[str, Any]], alignment: Alignment) -> Recording:
+        """Return one recording of all ranks, with all times on rank 0's clock, counted from the first start.
+
+        `measurements[rank]` is what `end` gathers from a rank: seconds on the clock of that rank, with one start and
+        one end for each of its rows. `alignment` says how far the clock of each rank is ahead of rank 0's.
+        """
         to_common = alignment.to_common
+        # Rows of a program are numbered rank by rank, so the times of all ranks follow each other.
         start_s, end_s = (
             np.concatenate(
                 [to_common(rank, np.array(measurement[name])) for rank, measurement in enumerate(measurements)]
@@ -180,9 +185,10 @@ class StepRecording(Observer):
         )
         bytes_of_stage = dict(pair for measurement in measurements for pair in measurement["output_bytes"])
         message_bytes = tuple(bytes_of_stage.get(stage, 0) for stage in range(self.program.num_stages))
-        early = {
+        # Weight gradients that a split backward computes together with the input gradients, and not later.
+        early_weights = {
             stage: ImmediateWeights(share, tuple(names), reasons)
             for measurement in measurements
             for stage, (share, names, reasons) in measurement["early_weights"]
         }
-        return Recording(timeline, message_bytes, early, self.clocks.transport.rank, alignment, origin_s)
+        return Recording(timeline, message_bytes, early_weights, self.clocks.transport.rank, alignment, origin_s)

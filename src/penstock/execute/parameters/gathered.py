@@ -45,8 +45,15 @@ class Block:
     """The parameters of a unit that have one type."""
 
     def __init__(self, holders_by_parameter: Mapping[nn.Parameter, Sequence[Holder]], mesh: DeviceMesh) -> None:
-        """`holders_by_parameter` has the parameters, still whole. The modules hold shards afterwards."""
+        """Shard some parameters of one dtype over the replicas of `mesh`: this replica keeps its rows of each alone.
+
+        `holders_by_parameter` has the modules that hold each parameter, which is still whole, and its name there. All
+        shards lie in one piece of memory, `local_part`. A second piece, `_memory`, has room for the whole parameters,
+        and is allocated only between a gather and its end. The modules hold shards afterwards.
+        """
         (replica,), self._num_replicas = mesh.get_coordinate() or [0], mesh.size()
+        # `Rows` says which rows of a parameter each replica has. A parameter that was sharded when it was built has
+        # only its rows left (an early part); any other is whole.
         early_parts = {parameter: early_rows(parameter) for parameter in holders_by_parameter}
         rows_by_parameter = {
             parameter: Rows.of(parameter, self._num_replicas) if early_part is None else early_part[0]
@@ -60,6 +67,8 @@ class Block:
         self.parameters: list[GatheredParameter] = []
         self._versions: list[int] = []
         """Versions of the whole parameters when they were filled."""
+        # Both pieces of memory have the parameters one after another; `begin` counts the elements of this replica's
+        # part. In `_memory` the parts of all replicas of one parameter follow each other: that is the whole parameter.
         begin = 0
         for parameter, rows in rows_by_parameter.items():
             slice_in_part = slice(begin, begin + rows.part_elements)
@@ -74,14 +83,14 @@ class Block:
                 GatheredParameter(
                     rows,
                     slice_in_part,
-                    _like(unsharded, parameter),
-                    self._view(begin, self._num_replicas, rows.part_elements),
-                    _like(shard, parameter),
-                    holders_by_parameter[parameter],
+                    unsharded=_like(unsharded, parameter),
+                    unsharded_parts=self._view(begin, self._num_replicas, rows.part_elements),
+                    shard=_like(shard, parameter),
+                    holders=holders_by_parameter[parameter],
                 )
             )
             begin = slice_in_part.stop
-        self.drop()
+        self.drop()  # lets the modules hold shards, and frees `_memory`
 
     @property
     def address(self) -> int:

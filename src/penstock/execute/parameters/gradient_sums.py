@@ -119,29 +119,37 @@ def _sums_of_dense(
     gradients: list[Tensor | None],
     likes: Sequence[Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the sums of those with these indices, along the holders."""
-    position, last = ranks.index(transport.rank), ranks[-1]
-    leaving: list[Ticket] = []
+    """Yield the index and the sum over `ranks` of each dense gradient in `indices`.
+
+    Each of `ranks`, two or more, holds a copy of the same parameters, and runs this generator. The gradients go along
+    the ranks as a chain: the first rank sends its own to the second, each rank adds its own to what it receives and
+    sends on the result, and the last rank sends the sums to all. So every rank gets the same bits. A missing gradient
+    (None) counts as zeros. `likes` have the shapes and dtypes; `gradients[index]` is freed before its sum is yielded.
+    """
+    position, last_rank = ranks.index(transport.rank), ranks[-1]
+    first_sends: list[Ticket] = []
     if position == 0:
-        # All at once, so that later holders add up one group while the sum of the one before is on its way back.
-        leaving = [transport.post_send(ranks[1], _or_zeros(gradients[index], likes[index])) for index in indices]
-    # Together while they take no more memory than the largest parameter does.
+        # The first rank posts all its sends at once, and not group by group: so the next ranks can add up one group
+        # while the sums of the group before are on their way back to the first rank.
+        first_sends = [transport.post_send(ranks[1], _or_zeros(gradients[index], likes[index])) for index in indices]
+    # A group of gradients goes along the chain together. It takes no more memory than the largest parameter.
     for group in in_pieces(indices, lambda index: likes[index].nbytes, max(like.nbytes for like in likes)):
-        # New memory: that of a gradient may be another's too, as autograd forwards views of one tensor.
+        # The sums need memory of their own. Two gradients may be views of one tensor, as autograd hands out, so that a
+        # sum in the place of one gradient would change the other one.
         sums = [likes[index].new_empty(likes[index].shape) for index in group]
         if position > 0:
             _wait(transport, [transport.post_receive(ranks[position - 1], total) for total in sums])
             for index, total in zip(group, sums, strict=True):
                 _add(total, gradients[index])
-        if transport.rank == last:
+        if transport.rank == last_rank:
             _wait(transport, [transport.post_send(peer, total) for peer in ranks[:-1] for total in sums])
         else:
             if position > 0:
                 _wait(transport, [transport.post_send(ranks[position + 1], total) for total in sums])
-            _wait(transport, [transport.post_receive(last, total) for total in sums])
-        # The transport releases a sent tensor only when it was waited for.
-        _wait(transport, leaving[: len(group)])
-        del leaving[: len(group)]
+            _wait(transport, [transport.post_receive(last_rank, total) for total in sums])
+        # A transport holds a sent tensor until its send was waited for.
+        _wait(transport, first_sends[: len(group)])
+        del first_sends[: len(group)]
         for index, total in zip(group, sums, strict=True):
             gradients[index] = None
             yield index, total
