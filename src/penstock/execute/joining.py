@@ -111,14 +111,15 @@ class Joined:
 
 
 def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mesh: Any = None) -> Joined:
-    """Connect to the other ranks, whatever is wrong with the options; every rank of the group calls it.
+    """Connect this rank to the other ranks of the group, even if its arguments are wrong; every rank calls this.
 
-    `process_group`, `ranks` and `mesh` are as for `Pipeline`, `keywords` are its others; with a wrong group, the rank
-    joins the default group.
+    `process_group`, `ranks` and `mesh` are those of `Pipeline`, `keywords` its other keywords. What is wrong with them
+    is not raised here: it is the field `refusal` of the result, and is raised on all ranks in their next exchange. A
+    rank that raised at once would leave the other ranks waiting until their deadline.
 
     Raises:
-        ConfigError: on every rank, where a mesh is wrong or is not that of all ranks.
-        PeerLost, DeadlineExceeded: if a rank does not come; on a rank whose options are wrong, what is wrong with them.
+        ConfigError: on every rank, where a mesh is wrong, or the ranks have different meshes.
+        PeerLost, DeadlineExceeded: a rank does not come; a rank whose options are wrong raises their error instead.
     """
     try:
         options, family_options = split_options(keywords)
@@ -128,7 +129,9 @@ def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mes
         require("ranks", ranks, ranks is None or is_whole_number(ranks, 1), "a whole number, 1 or larger, or None")
         refusal = None
     except PenstockError as error:
-        options, family_options, process_group, refusal = _usable(keywords), {}, None, error
+        # The rank joins the default group, by those of its options that are right.
+        options, family_options, process_group, refusal = _options_to_join(keywords), {}, None, error
+    # The caller asks for one rank and names no group: then this process needs no torch.distributed.
     is_alone = ranks == 1 and process_group is None and refusal is None and mesh is None
     try:
         if mesh is not None:
@@ -136,7 +139,8 @@ def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mes
         else:
             places = Places.of(options.transport or _transport(process_group, options, is_alone=is_alone))
     except (PeerLost, DeadlineExceeded) as error:
-        if refusal is not None:  # with a wrong group, the others met in another one
+        # A rank that was given a wrong group has waited in the default group, while the other ranks met elsewhere.
+        if refusal is not None:
             raise refusal from error
         raise
     refusal = refusal or _wrong_number(ranks, places.pipeline.num_ranks)
@@ -178,8 +182,8 @@ def _wrong_number(ranks: int | None, num_ranks: int) -> ConfigError | None:
     )
 
 
-def _usable(keywords: Mapping[str, Any]) -> PipelineOptions:
-    """Of options that were refused, those that decide how the rank joins the others, where they are right."""
+def _options_to_join(keywords: Mapping[str, Any]) -> PipelineOptions:
+    """Return the transport and the deadline of options that were refused, as far as these two are right."""
     transport, deadline_s = keywords.get("transport"), keywords.get("deadline_s")
     return PipelineOptions(
         transport=transport if is_transport(transport) else None,

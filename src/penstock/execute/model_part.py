@@ -83,10 +83,9 @@ class ModelPart:
     def state_dict(self, *, on_rank: int | None = None) -> dict[str, Any]:
         """Return this rank's parameters and saved buffers by the unsplit model's names, as `nn.Module.state_dict` does.
 
-        Shards are DTensors.
-
-        With `on_rank`, which every rank passes, that rank gets the tensors of the whole model, copies on the CPU, and
-        the others get nothing. With replicas it is a rank of the first one, by its place along the pipeline.
+        Parameters that are sharded over replicas are DTensors. With `on_rank`, which every rank passes, the rank of
+        this number gets the tensors of the whole model, as copies on the CPU, and all other ranks get an empty dict.
+        With replicas, `on_rank` is a rank of the first replica, by its place along the pipeline.
 
         Raises:
             ConfigError: there is no rank `on_rank`.
@@ -98,6 +97,7 @@ class ModelPart:
             return local_state
         self._agree(on_rank=on_rank)
         self.require_equal_copies()
+        # Other replicas send the rows of their shards to the first replica, whose ranks put whole tensors together.
         places = self.control.places
         if places.data is not None and places.replica > 0:
             send_rows(local_state, places.data)
@@ -111,18 +111,20 @@ class ModelPart:
     ) -> None:
         """Copy values into this rank's parameters and buffers; every rank calls it.
 
-        `state_dict` is this rank's part, or the whole model's, of which it takes its part. With `from_rank`, that rank
-        has the whole model's, and the others pass None. Tied copies take the values of their owner, the first rank in
-        the unsplit model. Where strict, names must be those of the model, as in torch. With replicas, `from_rank` is a
-        rank of the first one, and all take the values of the first.
+        `state_dict` is the state of this rank, or that of the whole model, of which the rank takes its part. With
+        `from_rank`, the rank of this number has the state of the whole model, and the other ranks pass None. Copies of
+        a tied parameter take the values of its owner, the first rank in the unsplit model that holds it. With `strict`,
+        names must be those of the model, as in torch. With replicas, `from_rank` is a rank of the first replica, and
+        all replicas take the values of the first.
 
         Raises:
-            ConfigError: on every rank, and nothing is changed: the state does not fit on one of them.
+            ConfigError: on every rank, and nothing is changed: the state does not fit on some rank.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
         transport, rank, places = self.transport, self.transport.rank, self.control.places
         self._agree(from_rank=from_rank, strict=strict)
         has_state = from_rank is None or (places.replica, rank) == (0, from_rank)
+        # An entry is the name, dtype and shape of a tensor of the model; every rank learns the entries of all ranks.
         local_state = own_state(self.stages)
         rank_entries = entries_of_ranks(transport, local_state)
         all_entries = [entry for entries in rank_entries for entry in entries]
@@ -132,13 +134,16 @@ class ModelPart:
                 expected_entries = all_entries if rank == from_rank else rank_entries[rank]
                 require_fitting(state_dict, expected_entries, all_entries, is_strict=strict)
 
+        # Check on all ranks before anything is changed on any of them.
         self.control.together(check)
+        # Bring each rank its part: along the pipeline of the first replica, and with shards from there to the others.
         part = state_dict or {}
         if from_rank is not None:
             part = scatter_state(transport, part, rank_entries, from_rank, self.device) if places.replica == 0 else {}
         if self.options.is_sharded:
             part = deal_out(self.control, local_state, part)
         self.control.together(lambda: load_own(self.stages, part))
+        # Where parameters are not sharded, the first replica sends its values; then owners send those of tied copies.
         if places.data is not None:
             share_all(places.data, [tensor for tensor in held_tensors(self.stages) if not is_dtensor(tensor)])
         for copy in self._assembly.tied_copies.values():
@@ -148,21 +153,24 @@ class ModelPart:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients of all ranks so that their norm is at most `max_norm`; return what it was, 0-dim.
+        """Scale the gradients of all ranks so that their norm is at most `max_norm`; return the norm before, 0-dim.
 
-        Every rank calls it, between `step` and its optimizer's. The norm is that of
-        `torch.nn.utils.clip_grad_norm_` over the unsplit model, with a tied parameter counted once, in float64: the
-        same bits on all ranks and for every split of the layers. Gradients in `.main_grad` are taken from there. By a
-        norm that is not finite, gradients are scaled as torch does: with an infinite one, finite gradients become 0 and
-        infinite ones NaN; with NaN, all become NaN.
+        Every rank calls it, between `pipeline.step` and the step of its optimizer. The norm is that of
+        `torch.nn.utils.clip_grad_norm_` over the unsplit model, with a tied parameter counted once. It is computed in
+        float64, and has the same bits on all ranks and for every split of the layers. With `main_gradients`, the
+        gradients are those in `.main_grad`. `max_norm=math.inf` measures the norm, and scales nothing. By a norm that
+        is not finite, gradients are scaled as torch does: with an infinite one, finite gradients become 0 and infinite
+        ones NaN; with NaN, all become NaN.
 
         Raises:
-            ConfigError: `max_norm` or `norm_type` is no number larger than 0. `math.inf` as the limit measures only.
-            PipelineError: the norm is not finite and `error_if_nonfinite`; nothing is scaled then.
+            ConfigError: `max_norm` or `norm_type` is no number larger than 0.
+            PipelineError: the norm is not finite and `error_if_nonfinite`. Nothing is scaled then.
         """
         self._agree(max_norm=max_norm, norm_type=norm_type)
         attribute = self.options.gradient_attribute
         named_gradients = [(name, getattr(parameter, attribute, None)) for name, parameter in self.named_parameters()]
+        # The ranks of a replica hold different stages, so their norms are put together. Replicas hold equal gradients,
+        # unless these are sharded.
         norm = clip_gradients(
             named_gradients,
             self.control.within.all_gather_object,

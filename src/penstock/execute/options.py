@@ -122,7 +122,12 @@ class PipelineOptions:
     """overlap(first, second): runs the two computations of an overlapped pair, each once; default: one by one."""
 
     def __post_init__(self) -> None:
-        """Refuse here, before any message, what one rank would stumble over later, while the others wait for it."""
+        """Refuse every option that has a wrong type or value, one after another, in the order of the checks.
+
+        `require(key, value, is_right, expected)` raises a ConfigError that names the option, unless `is_right`. All
+        options are checked when they are made, before any message goes to another rank: a rank that failed later would
+        leave the other ranks waiting for it. Options that depend on the model or the schedule are checked there.
+        """
         require("deadline_s", self.deadline_s, is_time(self.deadline_s), TIME_RULE)
         require("transport", self.transport, _is_transport(self.transport), "a penstock Transport, or None")
         require_device(self.device)
@@ -154,8 +159,9 @@ class PipelineOptions:
         is_limit = self.data_warn_s is None or is_time(self.data_warn_s)
         require("data_warn_s", self.data_warn_s, is_limit, f"{TIME_RULE}, or None")
         require("clock", self.clock, isinstance(self.clock, Clock), "a penstock Clock")
-        is_list = isinstance(self.observers, Sequence) and all(isinstance(look, Observer) for look in self.observers)
-        require("observers", self.observers, is_list, "a list of penstock Observers")
+        observers = self.observers
+        is_list = isinstance(observers, Sequence) and all(isinstance(observer, Observer) for observer in observers)
+        require("observers", observers, is_list, "a list of penstock Observers")
         is_number = self.residency is None or is_whole_number(self.residency, 1)
         require("residency", self.residency, is_number, "1 or more stages of a rank that may be whole, or None for all")
         require("look_ahead", self.look_ahead, is_whole_number(self.look_ahead, 0), "0 or more computations")

@@ -45,11 +45,14 @@ Note = Callable[[int], None]
 
 def overlapping(program: Program, overlap: Overlap, device: torch.device, note: Note) -> Change:
     """Return the change that gives the pairs of a program to a hook."""
-    pair = partial(_pair, program, overlap, device, note)
-    return lambda bounds: list(_paired(program, bounds, pair))
+    call_of_pair = partial(_call_of_pair, program, overlap, device, note)
+    return lambda bounds: list(_with_pairs_joined(program, bounds, call_of_pair))
 
 
-def _paired(program: Program, bounds: Sequence[Bound], pair: Callable[[Bound, Bound], Call]) -> Iterator[Bound]:
+def _with_pairs_joined(
+    program: Program, bounds: Sequence[Bound], call_of_pair: Callable[[Bound, Bound], Call]
+) -> Iterator[Bound]:
+    """Yield the calls of a rank with the two computations of each overlapped pair as one call, behind their waits."""
     joined = program.joined
     for first_row, calls in groupby(bounds, lambda bound: bound.row - int(bound.row > 0 and joined[bound.row - 1])):
         if not joined[first_row]:
@@ -60,34 +63,48 @@ def _paired(program: Program, bounds: Sequence[Bound], pair: Callable[[Bound, Bo
         first, second = (bound for bound in members if bound.awaits is None)
         # In the forward's place, which is where the data that it takes are there.
         place = first if RUNS_FORWARD[program.op[first.row]] else second
-        yield replace(place, call=pair(first, second))
+        yield replace(place, call=call_of_pair(first, second))
 
 
-def _pair(program: Program, overlap: Overlap, device: torch.device, note: Note, first: Bound, second: Bound) -> Call:
-    """Make one call of the two computations of a pair."""
+def _call_of_pair(
+    program: Program, overlap: Overlap, device: torch.device, note: Note, first: Bound, second: Bound
+) -> Call:
+    """Return one call that lets the user's hook `overlap` run both computations of an overlapped pair.
+
+    An overlapped pair is a forward and a backward that need nothing of each other. `first` and `second` are their calls
+    in the order of the schedule. The hook may run the two in any order, or at one time on two threads or streams.
+
+    The call raises PipelineError if the hook has not run each computation once, and the error of a computation as it
+    is; `note` then tells the other ranks which of the two rows of the program has failed.
+    """
     instructions = [program.instruction(bound.row) for bound in (first, second)]
 
     def run_both(step: Step) -> None:
+        # Grad mode and autocast are states of a thread, so a thread of the hook must take over those of this one.
         state = _ThreadState(device)
         num_runs = [0, 0]
 
-        def once(index: int, bound: Bound) -> None:
+        def run_computation(index: int, bound: Bound) -> None:
             num_runs[index] += 1
             try:
                 with state.restored():
                     bound.call(step)
             except Exception:
-                note(bound.row)  # the error is this computation's, not that of the pair's first
+                note(bound.row)
                 raise
 
         overlap(
-            Computation(instructions[0], lambda: once(0, first)),
-            Computation(instructions[1], lambda: once(1, second)),
+            Computation(instructions[0], lambda: run_computation(0, first)),
+            Computation(instructions[1], lambda: run_computation(1, second)),
         )
-        wrong = [f"{each} {count} times" for each, count in zip(instructions, num_runs, strict=True) if count != 1]
-        if wrong:
+        wrong_counts = [
+            f"{instruction} {count} times"
+            for instruction, count in zip(instructions, num_runs, strict=True)
+            if count != 1
+        ]
+        if wrong_counts:
             raise PipelineError(
-                f"the overlap hook ran {' and '.join(wrong)}; call both of its arguments once, and return when "
+                f"the overlap hook ran {' and '.join(wrong_counts)}; call both of its arguments once, and return when "
                 "both have ended"
             )
 

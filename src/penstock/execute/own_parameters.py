@@ -73,33 +73,42 @@ class OwnParameters:
             )
 
     def _require_ties(self) -> None:
-        """Make sure that what was one object is one still, and that copies on other ranks are copies of what is here.
+        """Make sure that the modules still hold tied parameters as they did when the pipeline was made.
 
-        Parameters are looked up by their names: a module that takes the place of another one leaves the parameters of
-        the other one as they were. And by its name, clipping and checkpoints know that a parameter is a copy.
+        Tied is a parameter that two layers of this rank hold as one object, or that other ranks hold copies of. A user
+        may replace parameters by `load_state_dict(assign=True)` or by another module, so they are compared by their
+        names in the unsplit model: the earlier ones are in `self._by_name`.
+
+        Raises:
+            ConfigError: a parameter with copies on other ranks was replaced; two names of one object have different
+                parameters now; or a layer that other ranks copy as a whole has a new parameter.
         """
-        tied = {id(parameter) for copy in self._assembly.tied_copies.values() for parameter in copy.parameters.values()}
-        names = {id(parameter): name for name, parameter in self.named_parameters}
-        by_name = self._assembly.parameters_by_name()
-        still_held = set(map(id, by_name.values()))
+        tied_copies = self._assembly.tied_copies.values()
+        tied_ids = {id(parameter) for copy in tied_copies for parameter in copy.parameters.values()}
+        first_names = {id(parameter): name for name, parameter in self.named_parameters}
+        current_params = self._assembly.parameters_by_name()
+        current_ids = set(map(id, current_params.values()))
         successors: dict[int, object] = {}
+        """The parameter that has the name of an earlier parameter now, by the id of the earlier one."""
         for name, parameter in self._by_name.items():
-            new = by_name.get(name)
-            is_renamed = new is None and id(parameter) in still_held  # as by a module around the one that holds it
+            successor = current_params.get(name)
+            # A module around the one that holds a parameter changes its name, which does no harm. But clipping and
+            # checkpoints know the copies of an owner (`owner_names`) by name, so these may not change it.
+            is_renamed = successor is None and id(parameter) in current_ids
             if is_renamed and name not in self._assembly.owner_names:
-                new = parameter
-            is_replaced = new is not parameter and id(parameter) in tied
-            if is_replaced or successors.setdefault(id(parameter), new) is not new:
+                successor = parameter
+            is_replaced = successor is not parameter and id(parameter) in tied_ids
+            if is_replaced or successors.setdefault(id(parameter), successor) is not successor:
                 change = "got another name" if is_renamed else "was replaced by another parameter"
                 raise ConfigError(
-                    f"{names[id(parameter)]!r} is tied, but {change} after the pipeline was made, so that its copies "
-                    "would drift apart; change its values in place, as load_state_dict() does without assign=True, or "
-                    "make a new Pipeline",
+                    f"{first_names[id(parameter)]!r} is tied, but {change} after the pipeline was made, so that its "
+                    "copies would drift apart; change its values in place, as load_state_dict() does without "
+                    "assign=True, or make a new Pipeline",
                     key="layers",
                 )
-        copied = {id(layer) for copy in self._assembly.tied_copies.values() for layer in copy.layers}
-        for name, parameter in self._assembly.parameters_by_name(copied).items():
-            if id(parameter) not in tied:
+        copied_layers = {id(layer) for copy in tied_copies for layer in copy.layers}
+        for name, parameter in self._assembly.parameters_by_name(copied_layers).items():
+            if id(parameter) not in tied_ids:
                 raise ConfigError(
                     f"{name!r} was added after the pipeline was made, to a layer of which another rank holds a copy, "
                     "so that the copies would drift apart; make a new Pipeline",

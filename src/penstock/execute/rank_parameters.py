@@ -94,23 +94,34 @@ class RankParameters:
         assembly: Assembly,
         options: TrainingOptions,
     ) -> None:
+        """Group the parameters of this rank into units, and give each unit its gradients and its layout.
+
+        `assembly` has the stages of this rank, and its copies of parameters that are tied over ranks. A unit is one
+        stage, or several stages that share parameters. Its layout says how its parameters lie: whole, or in shards over
+        the replicas. No message goes to another rank here; `take_first_values` exchanges values.
+        """
         self._control = control
         self._assembly = assembly
         self.copies = assembly.tied_copies
-        """By tied group."""
+        """The copies of tied parameters on this rank, by the number of the tied group."""
+        # Functions of the caller: one for the gradients of a stage that are whole, one for the end of a step.
         self.reduce_stage, self._optimizer_step = options.reduce_stage, options.optimizer_step
+        # Gradients are in `.grad`, or in float32 in `.main_grad`.
         attribute = options.gradient_attribute
         self._module_parameters = OwnParameters(assembly)
         if attribute == MAIN_GRAD:
             have_main(parameter for _, parameter in self._module_parameters.named_parameters)
         self._trained = 0
+        """The digest of which parameters of all ranks need gradients, as it was in the last training step."""
         self.is_synced = self.sums_tied = True
         """Whether gradients are averaged over replicas, and those of tied parameters summed over ranks; see `Step`."""
         self.is_sharded = options.is_sharded
         self._mesh = control.places.mesh if options.is_sharded else None
+        # Gathers and reductions between replicas; None where there is nothing to exchange.
         self._exchanges = exchanges_of(control.places, is_sharded=options.is_sharded)
         self.units = [self._unit(stages, attribute) for stages in sharing(assembly.stages)]
         self.unit_of = {stage.index: unit for unit in self.units for stage in unit.stages}
+        # Where losses are scaled by a torch.amp.GradScaler, the scalers of all ranks must take one decision.
         scaler = grad_scaler_of(options.scale_loss)
         self._scaler = None if scaler is None else SharedScaler(scaler, control, device, attribute)
 

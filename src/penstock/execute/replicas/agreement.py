@@ -27,12 +27,15 @@ _RULES = {name: RULES[name] for name in _STEP} | {
 def agree_across(
     control: Control, proposal: StepProposal, agreed: AgreedStep, weight: BatchWeight, values: Sequence[int] = ()
 ) -> AgreedStep:
-    """Agree with the other replicas on a step that this one has `agreed` on; one small gather.
+    """Agree with the other replicas on a step, and return the agreement with the weight of all their batches.
 
-    `values` are the digests of this rank's batch, where it has read all of it.
+    The ranks of this replica have agreed on the step before: `agreed` is the result, `proposal` what this rank said.
+    `weight` is that of this replica's batch: its rows, what its losses are counted by, and its microbatches. `values`
+    has digests of the batch's values where this rank has read all of them, else it is empty. Every rank calls this
+    function; it gathers one small report from the ranks at the same place in all replicas.
 
     Raises:
-        StepRefused: on every rank alike, if a replica refuses the step, or they differ.
+        StepRefused: on every rank alike, if a replica refuses the step, or if the replicas differ in it.
     """
     local_report = {name: getattr(proposal, name) for name in _STEP} | {
         "attempt": agreed.attempt,
@@ -46,9 +49,11 @@ def agree_across(
     }
     reports = control.across(local_report)
     _refuse(reports, None)
+    # An error names a replica by its first rank.
     places = control.places
-    firsts = [places.replica_of(replica).start for replica in range(places.num_replicas)]
-    require_equal(reports, control.names.select(firsts), _RULES, StepRefused)  # the first ranks stand for replicas
+    first_ranks = [places.replica_of(replica).start for replica in range(places.num_replicas)]
+    require_equal(reports, control.names.select(first_ranks), _RULES, StepRefused)
+    # Put the reports together. A replica that has failed alone in a step is ahead in its number of attempts.
     weights = [BatchWeight(*report["weight"]) for report in reports]
     batch_digests = [report["values"] for report in reports]
     return replace(

@@ -58,10 +58,13 @@ class MeshRanks:
 
 
 def read_mesh(mesh: object) -> MeshRanks:
-    """Return the ranks of a mesh.
+    """Return the ranks of a `DeviceMesh` as a table: a row per replica, and in it a rank per place along the pipeline.
+
+    The mesh has one dimension or two, in any order, which are named "pipeline" and "data".
 
     Raises:
-        ConfigError: it is none; a dimension has no name, or one that is unknown or reserved; this rank is not in it.
+        ConfigError: `mesh` is no DeviceMesh; a dimension has no name, or one that is unknown or reserved; this rank is
+            not in the mesh.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
@@ -89,7 +92,7 @@ def read_mesh(mesh: object) -> MeshRanks:
             "these alone",
             key=MESH,
         )
-    ranks = mesh.mesh
+    ranks = mesh.mesh  # [data, pipeline] after the next lines
     if ranks.dim() == 1:
         ranks = ranks.unsqueeze(0 if names[0] == PIPELINE else 1)
     elif names[0] == PIPELINE:
@@ -100,9 +103,12 @@ def read_mesh(mesh: object) -> MeshRanks:
 def connect_mesh(
     mesh: Any, deadline_s: float, *, device: torch.device | str | None = None
 ) -> tuple[Places, dist.ProcessGroup | None]:
-    """Connect this rank along the dimensions of a mesh; every rank of it calls this. Return the pipeline's group, too.
+    """Connect this rank to its pipeline and to its copies in other replicas; every rank of the mesh calls this.
 
-    `device` is that of `group_transport`.
+    `Places`, the first result, has a transport to the ranks of the same replica ("pipeline") and, with several
+    replicas, one to the ranks at the same place in all replicas ("data"). The second result is the process group of the
+    pipeline, or None where the pipeline has one rank. A mesh that is a `Places` already is returned as it is. `device`
+    is where the messages are, by default the current device of the group.
 
     Raises:
         ConfigError: on every rank alike, where a mesh is wrong, or the ranks have different ones.
@@ -111,6 +117,7 @@ def connect_mesh(
     if isinstance(mesh, Places):
         return mesh, None
     ranks = _meet(mesh, deadline_s)
+    # Find the replica and the place of this rank. `names` lists all ranks, one replica after another.
     names, local_number = ranks.names(), dist.get_rank()
     (replica,) = (index for index, row in enumerate(ranks.numbers) if local_number in row)
     place = ranks.numbers[replica].index(local_number)
@@ -127,11 +134,12 @@ def connect_mesh(
             across = mesh.get_group(DATA)
             connected.append(group_transport(across, deadline_s, device=device, names=data_names, has_sums=True))
     except BaseException:
+        # Peers that have connected already must not wait for this rank until their deadline.
         for transport in connected:
             transport.abort()
         raise
-    own_mesh = mesh[DATA] if DATA in mesh.mesh_dim_names else None
-    return Places(connected[0], connected[1] if len(connected) > 1 else None, names, own_mesh), group
+    data_mesh = mesh[DATA] if DATA in mesh.mesh_dim_names else None
+    return Places(connected[0], connected[1] if len(connected) > 1 else None, names, data_mesh), group
 
 
 def _meet(mesh: object, deadline_s: float) -> MeshRanks:
