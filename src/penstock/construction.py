@@ -99,32 +99,41 @@ class Programs:
 
 
 def construct(joined: Joined, make_plan: Callable[[], Plan]) -> tuple[Runner, list[SetupReport]]:
-    """Make the runner of a pipeline together with all ranks, which call this alike; return all ranks' reports, too.
+    """Make the runner of this rank, together with all other ranks; return it and the reports of all ranks.
 
-    A report has the rank's `parameters`, as `count_parameters` returns them, and in `unsplittable` why its backwards
-    may not be split; empty where they may be.
+    Every rank calls this function. `make_plan` checks the user's arguments, and decides what this rank runs. A report
+    has the `parameters` of a rank, as `count_parameters` returns them, and in `unsplittable` the reason why its
+    backwards may not be split into input and weight gradients; empty where they may be.
+
+    `joined.exchange(make, tell)` calls `make` on every rank, and returns its result and what `tell` says of the result
+    on all ranks. If `make` fails on any rank, it raises on all of them, so that none waits for a rank that has failed.
 
     Raises:
         ScheduleError, PartitionError, ConfigError: if the schedule, the split or a setting is wrong.
         PipelineError: if the ranks were not set up alike.
     """
     places = joined.places
+    # The memory in which the ranks of a host show each other where they are in a step, for errors and hangs.
     with PositionMemory(places.names) as memory:
+        # First exchange: build this rank's layers; settings must be equal on all ranks.
         plan, reports = _planned(joined, make_plan, lambda plan: setup_report(plan.setup(), plan.local_facts(memory)))
         agreed = AgreedFacts.of(reports, places.names)
-        make: Callable[[], Assembly] = partial(_assembled, joined, plan, agreed)
+        make_assembly: Callable[[], Assembly] = partial(_assembled, joined, plan, agreed)
         units: Units = ()
         if plan.options.is_sharded:
-            assembly, reports = joined.exchange(make, units_report)
-            make, units = (lambda: assembly), units_of(reports)
+            # A unit, stages that share parameters, is gathered as one, so programs depend on the units of all ranks.
+            assembly, reports = joined.exchange(make_assembly, units_report)
+            make_assembly, units = (lambda: assembly), units_of(reports)
+        # Second exchange: assemble stages, lower and prove the program; tied parameters must be alike on all ranks.
         runner, reports = joined.exchange(
-            lambda: Runner(_session(joined, plan, agreed, memory, make(), units)),
+            lambda: Runner(_session(joined, plan, agreed, memory, make_assembly(), units)),
             lambda runner: _report(plan, runner.session.assembly),
         )
     require_equal([report["setup"] for report in reports], places.names)
     require_equal_kinds([report["copies"] for report in reports], places.names)
     if places.data is not None:
         require_equal_replicas([report["state"] for report in reports], places)
+    # Values come from the first replica, and those of tied copies from their owners.
     runner.session.parameters.take_first_values()
     advice = few_microbatches(runner.session.program)
     if advice is not None and places.index == 0:
@@ -149,7 +158,14 @@ def _planned(
 
 
 def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
-    """Make the stages of this rank; no message to another rank."""
+    """Make the stages of this rank from its layers, compile them if asked for, and refuse what cannot train so.
+
+    `agreed` has the facts of all ranks: keywords, skips and shared parameters. No message goes to another rank.
+
+    Raises:
+        PartitionError, ConfigError, ScheduleError: a layer or an option does not go with the schedule, with replicas,
+            with shards, or with another option.
+    """
     places, options, schedule = joined.places, plan.options, plan.schedule
     transport = places.pipeline
     refuse_shared_objects(agreed.shared, transport)
@@ -165,10 +181,12 @@ def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
         shares_modules=shares_process(transport),
     )
     assembly = replace(assembly, shared_buffers=plan.shared_buffers)
+    # A skip is a value that a layer sends past the next ones, to a layer further on.
     assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
     named_layers = [item for stage in assembly.stages for item in stage.layers.items()]
     refuse_renormalized(named_layers, assembly.tied_copies.values())
     refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
+    # The replicas reduce gradients, so neither a wrapper such as DistributedDataParallel nor, with shards, a hook may.
     if places.data is not None or options.is_sharded:
         refuse_reduced_twice(assembly.stages)
     if options.is_sharded:
@@ -179,9 +197,11 @@ def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
     if is_trained and plan.computes_losses and places.num_replicas > 1:
         refuse_loss_parameters(plan.loss, (param for _, param in assembly.named_parameters()))
     compile_layers(assembly.stages, options.compile)
-    queued = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]
-    if queued:
-        prove_weight_order(schedule, queued)
+    # A layer that queues its weight gradients itself takes them off in the order of its input gradients, so the
+    # schedule must have the weight actions of its stage in this order.
+    queueing_stages = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]
+    if queueing_stages:
+        prove_weight_order(schedule, queueing_stages)
     if schedule.num_slices > 1:
         refuse_layers_that_look_back(assembly.stages, _LOOKING_BACK)
     if options.main_gradients:
@@ -192,7 +212,14 @@ def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
 def _session(
     joined: Joined, plan: Plan, agreed: AgreedFacts, memory: PositionMemory, assembly: Assembly, units: Units
 ) -> Session:
-    """Put together all that this rank runs; no message to another rank."""
+    """Put together all that the `Runner` of this rank needs; no message goes to another rank.
+
+    `memory` is shared by the ranks of a host, and has their positions in a step. `units` has the stages, of all ranks,
+    that share parameters. The program of training is lowered and proved here.
+
+    Raises:
+        ScheduleError, ConfigError: the schedule or program cannot run, or does not fit the model.
+    """
     places, options, placement = joined.places, plan.options, plan.schedule.placement
     return Session(
         places=places,

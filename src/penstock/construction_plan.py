@@ -58,7 +58,14 @@ class Plan:
         stages_per_rank: int | None,
         split: Sequence[int] | None,
     ) -> None:
-        """Check the arguments of `Pipeline` beside its options; no message to another rank."""
+        """Check the arguments of `Pipeline`, and decide what each rank runs: the schedule, and the split of the layers.
+
+        `joined` has the options, which were checked before, and the connections to the other ranks; no message goes to
+        them here. `loss`, `microbatches`, `stages_per_rank` and `split` are those of `Pipeline`, or None.
+
+        Raises:
+            ScheduleError, PartitionError, ConfigError: the schedule, the split or another argument is wrong.
+        """
         self.options = options = joined.options
         self.deadline_s = joined.transport.deadline_s
         self.num_pipelines = joined.control.calls.num_pipelines
@@ -66,6 +73,7 @@ class Plan:
         self.mesh = f"{self.num_replicas} replicas of {joined.transport.num_ranks} ranks"
         self.device = _device_of(joined, options)
         self.sharding = _sharding(joined, options, self.device)
+        # By default a rank frees the layers of other ranks' stages, which it was given and does not run.
         shares_layers = any(map(shares_process, joined.places.transports))
         if options.frees_other_stages and shares_layers:
             raise ConfigError(
@@ -77,8 +85,10 @@ class Plan:
         require_loss(loss)
         self.loss_weights = LossWeights(options.reduction, options.count, counted_targets(loss))
         loss_scale(options.scale_loss)  # refuses what scales nothing
+        # `orders` is the schedule, or a program that the user gives; `schedule` has its forwards and backwards alone.
         self.orders = _resolve(joined, schedule, microbatches, stages_per_rank)
         self.schedule: Schedule = self.orders.actions()
+        # Split the layers into stages by their weights, which are relative costs, or as `split` says.
         require_split(split)
         self.layers = list(map(without_wrappers, layer_list(layers)))
         self.layer_names = layer_names(self.layers, names_of_children(layers))
@@ -86,7 +96,9 @@ class Plan:
         placement = self.schedule.placement
         self.layers_of_stage = split_over(placement, len(self.layers), weights=self.layer_weights, split=split)
         local_stages = placement.stages_of_rank[joined.transport.rank]
+        # A stage without a next one is the last of its route, and computes the loss.
         self.computes_losses = any(placement.next_stage[stage] < 0 for stage in local_stages)
+        # Two stages of a rank may be copies of one another, so a layer is listed once.
         self._local_indices = list(
             dict.fromkeys(index for stage in local_stages for index in self.layers_of_stage[stage])
         )
@@ -110,7 +122,11 @@ class Plan:
         return self
 
     def setup(self) -> SharedSettings:
-        """Return what must be equal on all ranks."""
+        """Return the settings of this rank that must be equal on all ranks, as texts, for the ranks to compare.
+
+        An error shows the texts of two ranks that differ. None means that this rank does not use a setting, so that the
+        other ranks may have any value.
+        """
         options = self.options
         return SharedSettings(
             version=VERSION,
@@ -125,7 +141,7 @@ class Plan:
             specs=describe_specs(options.specs),
             slice_dim=str(options.slice_dim),
             slice_specs=describe_specs(options.slice_specs),
-            # In the order of the caller, by which tied groups are numbered.
+            # The pairs stay in the order of the caller, since ranks number tied groups by it.
             tied=", ".join(" = ".join(sorted(pair)) for pair in options.tied) or "none",
             optimizer_step=describe_function(options.optimizer_step),
             seed=str(options.seed),

@@ -76,9 +76,10 @@ def plan(
     residency: int | None = 2,
     look_ahead: int = 1,
 ) -> Plan:
-    """Prove a schedule, lower it, prove the program, and simulate it.
+    """Prove a schedule, lower it to a program, prove the program, and simulate it with the given costs.
 
-    `memory_limit` is that of `penstock.check`; the other arguments are those of `penstock.lower`.
+    `memory_limit` is the most that a rank may hold, in bytes or activations, as for `penstock.check`. The other
+    arguments are those of `penstock.lower`. The result has the schedule, the program, and the predicted timeline.
 
     Raises:
         ScheduleError: if a proof fails; it lists every violation.
@@ -102,17 +103,20 @@ def prove_and_lower(
     optimizer_step: bool = False,
     sharding: Sharding = NOT_SHARDED,
 ) -> Program:
-    """Prove a schedule, lower it, and prove the program: all that must hold before a first step.
+    """Prove a schedule, lower it to a program, and prove the program: all that must hold before a first step.
 
-    A program is proved and returned as it is, whatever number of stages it has whole. Both transports of Penstock are
-    `posted` (`ir.transports`).
+    A schedule has the forwards and backwards of each rank in order; a program has the messages and collectives, too. A
+    `plan` that is a program already is proved and returned as it is, but it must suit the other arguments. `demand` is
+    the limit of memory. `tied_groups` has the stages that hold copies of one parameter, per parameter. `sharding` says
+    whether replicas shard parameters. The proofs assume that receives are posted ahead, as Penstock's transports do.
 
     Raises:
         ScheduleError: if a proof fails; it lists every violation.
-        ConfigError: if a program does not reduce these tied groups, lacks what its training needs, or does not gather
-            what shall be sharded.
+        ConfigError: if a program does not reduce these tied groups, has no optimizer step though there must be one, or
+            does not gather what shall be sharded.
     """
     if isinstance(plan, Program):
+        # The user's program may have more stages gathered at once than `sharding` says: its memory is proved as it is.
         facts = prove(plan, demand).facts
         _require_gathers(plan, sharding)
         _require_fit(plan, tied_groups, optimizer_step=optimizer_step, omits_reductions=facts.omits_reductions)
@@ -273,14 +277,15 @@ def resolve_plan(
     stages_per_rank: int | None = None,
     options: Mapping[str, Any],
 ) -> Schedule | Program:
-    """Return a schedule by its family's name, or a schedule or program from a file or as given.
+    """Return the schedule or program that `plan` means, for this number of ranks.
 
-    It must be for these numbers. Without a number of `microbatches`, a family gets 8, and a schedule or program keeps
-    its number.
+    `plan` is the name of a family of schedules, such as "1f1b", which is built with `options`; or the path of a file;
+    or a schedule or program, which is returned as it is. Where `microbatches` is None, a family gets 8 of them, and a
+    schedule or program keeps its own number. `stages_per_rank` may be None likewise.
 
     Raises:
-        ConfigError: if there is no such name or file, or it is for other numbers of ranks, stages per rank or
-            microbatches.
+        ConfigError: if there is no such name or file, or a schedule or program is for other numbers of ranks, stages
+            per rank or microbatches.
         FormatError: if the file cannot be read as a schedule or a program.
     """
     if is_family_name(plan):

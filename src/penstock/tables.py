@@ -58,7 +58,7 @@ def table_text(
     shown, is_broken = _that_fit(sized, screen)
     is_shown = [any(column is shown_column for shown_column in shown) for column in sized]
     cells = [[cell for cell, stays in zip(row, is_shown, strict=True) if stays] for row in rows]
-    lines = _rendered(shown, cells, screen, row_styles, is_broken=is_broken)
+    lines = _rendered_lines(shown, cells, screen, row_styles, is_broken=is_broken)
     missing = [column.heading for column, stays in zip(columns, is_shown, strict=True) if not stays]
     if missing:
         lines.append(screen.wrapped(f"left out at {screen.width} columns: {', '.join(missing)}"))
@@ -117,7 +117,7 @@ def _indent_of(line: str) -> str:
     return " " * (len(line) - len(line.lstrip()))
 
 
-def _rendered(
+def _rendered_lines(
     columns: Sequence[_Sized],
     rows: Sequence[Sequence[str]],
     screen: Screen,
@@ -125,6 +125,13 @@ def _rendered(
     *,
     is_broken: bool,
 ) -> list[str]:
+    """Return the lines of a table as rich draws it: headings, a rule, and the rows.
+
+    `columns` are those that fit the screen, with the width of their cells. `rows` have a text for each of them, and
+    `row_styles` a style of rich for each row, or nothing. `is_broken` says whether headings of numbers are broken at
+    spaces. With a screen in color the lines have escape codes.
+    """
+    # rich takes long to import, and most commands of the command line show no table.
     from rich.box import Box
     from rich.console import Console
     from rich.table import Table
@@ -133,6 +140,7 @@ def _rendered(
     # rich describes a box by eight lines of four characters; only the rule below the headings is drawn.
     ruled = Box("\n".join(["    ", "    ", " ── ", *["    "] * 5]) + "\n")
     table = Table(box=ruled, show_edge=False, pad_edge=False, padding=(0, 0, 0, GAP - 1), border_style="dim")
+    # Columns of text are folded where the screen is narrow; columns of numbers never are.
     for sized in columns:
         table.add_column(
             Text(sized.heading(is_broken=is_broken)),
@@ -144,6 +152,7 @@ def _rendered(
         )
     for index, row in enumerate(rows):
         table.add_row(*map(Text, row), style=row_styles[index] if row_styles else None)
+    # Draw into a string. Without the width of a terminal, the table gets the width that it needs.
     file = io.StringIO()
     console = Console(
         file=file,
