@@ -69,10 +69,11 @@ class Programs:
         self._sharding = replace(plan.sharding, units=units)
         self.training = self._lowered(plan.orders)
 
-    def of(self, mode: Mode, num_microbatches: int, most: int) -> Program:
-        """Return what a mode runs on so many microbatches, of which a replica has at most so many.
+    def of(self, mode: Mode, num_microbatches: int, most_microbatches: int) -> Program:
+        """Return the program of a mode for the microbatches of this replica; `most_microbatches` is of all replicas.
 
-        Only an evaluation may have fewer than the schedule. Its gathers are those of the replica that has most.
+        Only an evaluation may have fewer microbatches than the schedule. Then the program gathers sharded weights as
+        often as that of the replica with the most microbatches, since a gather is a collective of all replicas.
         """
         schedule = self._plan.schedule
         match mode:
@@ -80,11 +81,11 @@ class Programs:
                 return self.training
             case Mode.TRAIN_SPLIT:
                 return self._lowered(with_split_backwards(schedule))
-        if most < schedule.num_microbatches:
-            program = self._lowered(schedule.forward_only().first_microbatches(most))
+        if most_microbatches < schedule.num_microbatches:
+            program = self._lowered(schedule.forward_only().first_microbatches(most_microbatches))
         else:
             program = self.training if self.training.is_forward_only else self._lowered(schedule.forward_only())
-        return program if num_microbatches == most else program.first_microbatches(num_microbatches)
+        return program if num_microbatches == most_microbatches else program.first_microbatches(num_microbatches)
 
     def _lowered(self, schedule: Schedule | Program) -> Program:
         options = self._plan.options

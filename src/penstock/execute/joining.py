@@ -144,6 +144,7 @@ def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mes
             raise refusal from error
         raise
     refusal = refusal or _wrong_number(ranks, places.pipeline.num_ranks)
+    # A pipeline of this rank alone, beside other ranks, is refused as a mistake later, unless the caller asks for it.
     return Joined(
         options,
         family_options,

@@ -123,6 +123,7 @@ class ModelPart:
         """
         transport, rank, places = self.transport, self.transport.rank, self.control.places
         self._agree(from_rank=from_rank, strict=strict)
+        # With `from_rank`, all ranks but that one of the first replica get their state from it, and have none to check.
         has_state = from_rank is None or (places.replica, rank) == (0, from_rank)
         # An entry is the name, dtype and shape of a tensor of the model; every rank learns the entries of all ranks.
         local_state = own_state(self.stages)

@@ -23,8 +23,8 @@ from penstock.ir.schedule import Schedule
 DEBUG_LEVELS = ("off", "messages", "values")
 DEFAULT_DEADLINE_S = 60.0
 _MAX_SEED = 2**63 - 1
-_FUNCTIONS = ("count", "reduce_stage", "optimizer_step", "overlap")
-_FLAGS = ("allow_ragged", "check_batches", "variable_shapes", "main_gradients", "ranges")
+_FUNCTION_OPTIONS = ("count", "reduce_stage", "optimizer_step", "overlap")
+_BOOL_OPTIONS = ("allow_ragged", "check_batches", "variable_shapes", "main_gradients", "ranges")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class PipelineOptions:
 
         `require(key, value, is_right, expected)` raises a ConfigError that names the option, unless `is_right`. All
         options are checked when they are made, before any message goes to another rank: a rank that failed later would
-        leave the other ranks waiting for it. Options that depend on the model or the schedule are checked there.
+        leave the other ranks waiting for it. What depends on the model or the schedule is checked once these are known.
         """
         require("deadline_s", self.deadline_s, is_time(self.deadline_s), TIME_RULE)
         require("transport", self.transport, _is_transport(self.transport), "a penstock Transport, or None")
@@ -135,10 +135,10 @@ class PipelineOptions:
         require("compile", self.compile, is_name, "True, False or the name of a backend of torch.compile")
         if self.compile:
             find_backend(self.compile)
-        for name in _FUNCTIONS:
+        for name in _FUNCTION_OPTIONS:
             value = getattr(self, name)
             require(name, value, value is None or callable(value), "a function, or None")
-        for name in _FLAGS:
+        for name in _BOOL_OPTIONS:
             value = getattr(self, name)
             require(name, value, isinstance(value, bool), "True or False")
         is_choice = self.frees_other_stages is None or isinstance(self.frees_other_stages, bool)

@@ -97,18 +97,20 @@ def _call_of_pair(
             Computation(instructions[0], lambda: run_computation(0, first)),
             Computation(instructions[1], lambda: run_computation(1, second)),
         )
-        wrong_counts = [
-            f"{instruction} {count} times"
-            for instruction, count in zip(instructions, num_runs, strict=True)
-            if count != 1
-        ]
-        if wrong_counts:
-            raise PipelineError(
-                f"the overlap hook ran {' and '.join(wrong_counts)}; call both of its arguments once, and return when "
-                "both have ended"
-            )
+        _require_one_run_of_each(instructions, num_runs)
 
     return run_both
+
+
+def _require_one_run_of_each(instructions: Sequence[Instruction], num_runs: Sequence[int]) -> None:
+    """Refuse a hook that has not run each computation of a pair once. Raises: PipelineError."""
+    counts = zip(instructions, num_runs, strict=True)
+    wrong_counts = [f"{instruction} {count} times" for instruction, count in counts if count != 1]
+    if wrong_counts:
+        raise PipelineError(
+            f"the overlap hook ran {' and '.join(wrong_counts)}; call both of its arguments once, and return when "
+            "both have ended"
+        )
 
 
 class _ThreadState:

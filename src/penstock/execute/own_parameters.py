@@ -88,8 +88,8 @@ class OwnParameters:
         first_names = {id(parameter): name for name, parameter in self.named_parameters}
         current_params = self._assembly.parameters_by_name()
         current_ids = set(map(id, current_params.values()))
+        # Two names of one object had one parameter before, by whose id this has the parameter that they have now.
         successors: dict[int, object] = {}
-        """The parameter that has the name of an earlier parameter now, by the id of the earlier one."""
         for name, parameter in self._by_name.items():
             successor = current_params.get(name)
             # A module around the one that holds a parameter changes its name, which does no harm. But clipping and
@@ -106,6 +106,7 @@ class OwnParameters:
                     "assign=True, or make a new Pipeline",
                     key="layers",
                 )
+        # With two routes, other ranks hold copies of whole layers, in which every parameter must be tied.
         copied_layers = {id(layer) for copy in tied_copies for layer in copy.layers}
         for name, parameter in self._assembly.parameters_by_name(copied_layers).items():
             if id(parameter) not in tied_ids:

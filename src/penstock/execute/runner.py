@@ -123,8 +123,9 @@ class Runner:
             if has_met_again:
                 self._messenger.reset()
                 self._admission.check_values_again()
-            # 2. Cut the batch into microbatches; in one exchange all ranks agree on the step. The program depends on
-            # their number; replicas that shard parameters all gather as often as the one with the most microbatches.
+            # 2. Cut the batch into microbatches; in one exchange all ranks agree on the step. The program is that for
+            # this number of microbatches. An evaluation of few rows may have fewer in one replica than in another;
+            # replicas that shard parameters then gather weights as often as the replica with the most microbatches.
             agreed, batch = self._admit(mode, call)
             num_microbatches = len(batch.microbatches)
             most_microbatches = max(num_microbatches, agreed.most_microbatches if options.is_sharded else 0)

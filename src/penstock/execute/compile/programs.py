@@ -34,12 +34,12 @@ class CompiledPrograms:
         self._compiled: dict[Key, CompiledProgram] = {}
         self._active: Program | None = None
 
-    def of(self, mode: Mode, num_microbatches: int, most: int | None = None) -> CompiledProgram:
-        """Return what a mode runs, from now on the program that errors speak of.
+    def of(self, mode: Mode, num_microbatches: int, most_microbatches: int | None = None) -> CompiledProgram:
+        """Return the compiled program of a mode; errors describe rows by this program from now on.
 
-        `most` is the number of microbatches with which a replica gathers most, by default its own.
+        `most_microbatches` is the largest number of microbatches of a replica, by default this replica's own number.
         """
-        key = mode, num_microbatches, num_microbatches if most is None else most
+        key = mode, num_microbatches, num_microbatches if most_microbatches is None else most_microbatches
         if key not in self._compiled:
             self._compiled[key] = self._compile(self._session.program_of(*key))
         self._active = self._compiled[key].program

@@ -53,7 +53,8 @@ def require_equal(
 
     `reports[rank]` has plain values by the name of the field. `rank_names` are the names of the ranks in errors, by
     default their indices. `rules` has the fields that are compared, and for each of them how a user mends a difference;
-    by default all fields of the first report are compared. A rank whose value is None does not use the field.
+    by default all fields of the first report are compared, and a user is told to start all ranks alike. A rank whose
+    value is None does not use the field.
 
     Raises:
         PipelineError: an error of the class `fails_as` names the first field that differs, and the ranks; all ranks,

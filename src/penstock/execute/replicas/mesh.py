@@ -108,7 +108,7 @@ def connect_mesh(
     `Places`, the first result, has a transport to the ranks of the same replica ("pipeline") and, with several
     replicas, one to the ranks at the same place in all replicas ("data"). The second result is the process group of the
     pipeline, or None where the pipeline has one rank. A mesh that is a `Places` already is returned as it is. `device`
-    is where the messages are, by default the current device of the group.
+    is where the tensors of messages are, by default the current GPU if the group can send from it, else the CPU.
 
     Raises:
         ConfigError: on every rank alike, where a mesh is wrong, or the ranks have different ones.
