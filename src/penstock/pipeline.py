@@ -86,9 +86,14 @@ class Pipeline(ModelPart):
         mesh: DeviceMesh | Places | None = None,
         **options: Any,
     ) -> None:
+        """Join the other ranks, plan the program with them, and build the stages of this rank.
+
+        Every rank makes its pipeline, with the same arguments; the class says what they are. A rank on which this fails
+        leaves the other ranks, so that none of them waits for it.
+        """
         loss, options = with_model_loss(layers, loss, options)
         joined = join(process_group, options, ranks, mesh)
-        plan = partial(
+        make_plan = partial(
             Plan,
             joined,
             layers,
@@ -99,7 +104,8 @@ class Pipeline(ModelPart):
             split=split,
         )
         with joined.leaving_on_failure():
-            self._runner, self._reports = construct(joined, plan)
+            self._runner, self._reports = construct(joined, make_plan)
+        # What users read of a pipeline.
         self._session = session = self._runner.session
         self._assembly = session.assembly
         self.options, self.device, self.schedule = session.options, session.device, session.schedule

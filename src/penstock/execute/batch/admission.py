@@ -105,13 +105,16 @@ class Admission:
     def admit(
         self, mode: Mode, call: StepRequest, problem: PenstockError | None = None, **proposed: Any
     ) -> tuple[AgreedStep, Batch]:
-        """Cut the batch and compare it with what the other ranks were given; one small gather.
+        """Cut this rank's batch into microbatches, and agree on the step with all other ranks in one small gather.
 
-        A `problem` of this rank refuses the step. `proposed` are further fields of a `StepProposal`.
+        Each rank tells the others a `StepProposal`: digests of what it was given, sizes, and the fields `proposed`. A
+        `problem` of this rank makes all ranks refuse the step. The result is the agreed step, and this rank's batch
+        with the sizes on which the ranks agree.
 
         Raises:
             StepRefused: on every rank alike, if a batch cannot be cut, a rank has a problem, or the ranks differ.
         """
+        # An error here is no reason to raise yet: the other ranks must hear of it, and refuse the step too.
         refusal = problem or call.refusal
         local_batch = Batch()
         stream: Stream | None = None
@@ -124,7 +127,7 @@ class Admission:
         values, reader = None, local_batch.reader
         if refusal is None and self.checks_values and self.control.num_ranks > 1:
             data, is_due = local_batch.data, self._is_due(mode) and reader is None
-            # Tensors are compared now and then only, so that it costs nothing to speak of.
+            # Digests of tensors are taken in few steps (`_is_due`), since they cost time; other values in every step.
             values = BatchValues(data.args, data.kwargs, data.target, reads_all=is_due)
         proposal = StepProposal(
             mode=mode,
@@ -149,12 +152,13 @@ class Admission:
             agreed = self._agree_across(proposal, agreed, batch)
         except StepRefused as error:
             if stream is not None:
-                # No rank runs the step, so the microbatch that was looked at is the next one still.
+                # No rank runs the step, so the next step must begin with the same microbatch of the stream.
                 stream.undo_begin()
             if refusal is not None:
                 raise error from refusal
             raise
-        # Parts are released once all ranks run the step: a batch that was refused is the caller's to use again.
+        # A PreSplit that was marked as consumed gives its parts away, so that each is freed after its use; not before
+        # all ranks run the step, since the caller may pass a refused batch again.
         for presplit in local_batch.consumed_presplits:
             presplit.parts.clear()
         self._num_admitted[mode.is_training] += 1

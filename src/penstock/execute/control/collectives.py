@@ -136,18 +136,20 @@ class Control:
         return [json.loads(text) for text in self._gather_texts(self._encoded(value))]
 
     def together(self, make: Callable[[], object], fails_as: FailsAs = as_config_error) -> list[Any]:
-        """Call `make` on every rank; return all results, plain values, in rank order. One gather.
+        """Call `make` on every rank, and return the results of all ranks in rank order, by one gather.
 
-        No mistake of one rank costs the others a deadline: what can fail on one rank alone belongs into a `make`.
+        Results are plain values, as JSON holds them. Where `make` fails on any rank, all ranks raise an error, so that
+        none waits until its deadline for a rank that has failed.
 
         Raises:
-            Exception: on every rank, what `fails_as` returns, if `make` fails on any; a rank that failed is asked about
-                its own failure, the others about the first one's.
+            Exception: on every rank, if `make` fails on any: the error that `fails_as` returns for a failure. A rank
+                that has failed passes its own failure to `fails_as`, any other rank that of the first rank that failed.
         """
         local_error: Exception | None = None
         try:
             text = self._encoded(make())
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:
+            # A rank that fails sends its error in the place of a result: type, message, and whether Penstock raised it.
             local_error = error
             if isinstance(error, PipelineError):
                 error.blame(self.names.numbers[self.rank])
@@ -208,7 +210,15 @@ class Control:
         return [line[num_ranks] for line in lines]
 
     def _gather_over(self, transport: Transport, text: bytes, end_s: float) -> list[bytes]:
-        """Return the texts of all ranks; of one that has left in good order, its label alone."""
+        """Send `text` to all ranks of a transport, and return the texts of all of them, in rank order.
+
+        A text travels as a head of `HEAD_BYTES`, which begins with the length of the text, and a second message for
+        the rest if the head has no room for it. `end_s` is the time, by `running_s`, at which the gather must be over.
+        A rank that has closed its pipeline sends nothing: its text is a label that says where it left.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a rank does not answer, and has not left in good order.
+        """
         room_bytes = HEAD_BYTES - LENGTH.size
         peers = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
         head_and_rest = LENGTH.pack(len(text)) + text[:room_bytes].ljust(room_bytes), text[room_bytes:]
@@ -217,13 +227,15 @@ class Control:
         heads: dict[int, tuple[Ticket, Tensor]] = {}
         departed: dict[int, bytes] = {}
         texts, rests = [text] * transport.num_ranks, {}
-        # Sends and receives are posted before anything is waited for, so no two ranks wait for each other.
+        # Sends and receives are posted before anything is waited for, so no two ranks wait for each other. Of a lost
+        # peer, `_departed_label` returns where it has left in good order, or raises the error.
         for peer in peers:
             try:
                 sends += [transport.post_send(peer, part, Tag.CONTROL) for part in parts]
                 heads[peer] = _receive(transport, peer, HEAD_BYTES)
             except PeerLost as error:
                 departed[peer] = _departed_label(self.calls, transport, peer, error)
+        # The head of each peer tells whether a rest follows, which is then received while other heads come in.
         for peer, (ticket, head) in heads.items():
             try:
                 _wait(transport, ticket, end_s)

@@ -112,26 +112,37 @@ class FailureReporter:
         self.board.note_idle()
 
     def report(self, error: BaseException) -> PipelineError:
-        """Return the error to raise: which rank is to blame, and where every rank was."""
+        """Return the error to raise for an error of a step: it says which rank is to blame, and where every rank was.
+
+        `error` is a wait error (the wait for a peer failed, so another rank may be to blame), or anything else that
+        this rank's own work raised. Failures are written on the position board, which the other ranks of the host read.
+        All connections of this rank are aborted at the end, which ends the waits of its peers.
+        """
+        # A wait error while the ranks meet again after a failure: a rank is missing.
         wait_error = _own_wait_error(error)
         if self._has_failed and wait_error is not None:
             return self._not_recovered(wait_error)
         self._has_failed = True
-        # Errors that come of missing messages are not the cause: that is why the messages were given up.
+        # Where the watchdog has given up the messages of the step, other errors follow from that. The cause is why it
+        # gave them up.
         error = self._unblocker.end() or error
         wait_error = _own_wait_error(error)
-        position = self.board.read(self.board.rank)  # before the state becomes FAILED
+        # Find the instruction at which this rank failed, before the board says FAILED. The host may be ahead of its
+        # device: then it is the row of the receive that the device missed, or one of several rows.
+        position = self.board.read(self.board.rank)
         queue = device_queue_of(self._places.pipeline)
         if queue is not None and queue.missed_row is not None and queue.missed_row >= 0:
             position = replace(position, row=queue.missed_row)
         instructions = " or ".join(
             self._describe(self.board.rank, row) for row in self._rows_of(error) or [position.row] if row >= 0
         )
+        # Tell the other ranks, if this rank's own work has failed: the first line of the error, and where it was.
         if wait_error is None:
-            summary = f"{type(error).__name__}: {error}".partition("\n")[0]  # whatever else the error says
+            summary = f"{type(error).__name__}: {error}".partition("\n")[0]
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
             finding = error.finding if isinstance(error, PipelineError) else ""
             self.board.note_failure(Failure(summary, instructions, noted_place(error), finding, calls))
+        # Find the rank to blame from the positions of all ranks, or adopt the verdict that another rank has written.
         peer = None if wait_error is None else wait_error.peer
         try:
             verdict = diagnose(self.board, self._describe, peer=peer)

@@ -52,22 +52,27 @@ class StepLosses:
     """The values that the loss function reported; filled on the ranks of last stages."""
 
     def compute(self, place: MicrobatchKey, outputs: Any, target: Any, *, is_training: bool) -> Tensor | None:
-        """Compute and note the loss of a microbatch or slice; return where its backward begins, None without one.
+        """Compute the loss of one microbatch or slice, keep a copy for the result of the step, and return its root.
+
+        `place` is the microbatch and the slice. The root is the tensor at which the backward begins: the loss times its
+        share of the loss of the batch (`factor`), and times the loss scale. What is kept is the loss without them. The
+        result is None without a loss function, outside training, and where the share is 0.
 
         Raises:
-            PipelineError: what the loss function returned is no loss, or does not depend on the outputs.
+            PipelineError: the value that the loss function returned is no loss, or does not depend on the outputs.
         """
         if self.loss is None:
             return None
         if self.examine_target is not None:
             self.examine_target(place, target)
         factor = self.shares.factor(*place)
-        parts = self._parts(self.loss, place, outputs, target, factor)
+        # A loss function may return several values: the loss, parts of it by name, and what the caller wants reported.
+        parts = self._loss_parts(self.loss, place, outputs, target, factor)
         # The loss is copied: several of torch's means, as mse_loss, keep the memory of all elements, and a loss
         # function may add to what it has returned.
         self.computed[place] = parts.loss.detach().clone()
         for name, loss in parts.named_losses.items():
-            self.note(LossName(name, False, loss.dtype), place, loss)
+            self.note(LossName(name, is_auxiliary=False, dtype=loss.dtype), place, loss)
         if parts.reported is not None:
             self.reported[place] = parts.reported
         if not is_training:
@@ -104,7 +109,8 @@ class StepLosses:
         """Return the same rules without losses, for forwards that run again."""
         return replace(self, computed={}, named_losses={}, reported={})
 
-    def _parts(self, loss: Loss, place: MicrobatchKey, outputs: Any, target: Any, factor: float) -> LossParts:
+    def _loss_parts(self, loss: Loss, place: MicrobatchKey, outputs: Any, target: Any, factor: float) -> LossParts:
+        """Call the loss function, which gets `factor` too if it takes a `weight`, and return what it returned."""
         try:
             value = loss(outputs, target, weight=factor) if self.takes_weight else loss(outputs, target)
         except Exception as error:

@@ -53,7 +53,7 @@ def take_all(modules: Sequence[Auxiliary]) -> Added:
     for module in modules:
         if (value := module.take()) is None:
             continue
-        name = LossName(module.name, True, value.dtype)
+        name = LossName(module.name, is_auxiliary=True, dtype=value.dtype)
         exact = value.detach().to(torch.float64)
         values[name] = values[name] + exact if name in values else exact
         weighted = value * module.weight
@@ -89,7 +89,7 @@ class AddedLossPart(ForwardPart):
         losses = self._losses
         for name, value in values.items():
             losses.note(name, self._place, value)
-        losses.note(LossName(ALL_TOGETHER, True, total.dtype), self._place, total.detach())
+        losses.note(LossName(ALL_TOGETHER, is_auxiliary=True, dtype=total.dtype), self._place, total.detach())
         if total.requires_grad:
             root = losses.root_of(total, losses.auxiliary_shares.factor(*self._place))
             if root is not None:
