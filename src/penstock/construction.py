@@ -117,9 +117,11 @@ def construct(joined: Joined, make_plan: Callable[[], Plan]) -> tuple[Runner, li
     # The memory in which the ranks of a host show each other where they are in a step, for errors and hangs.
     with PositionMemory(places.names) as memory:
         # First exchange: build this rank's layers; settings must be equal on all ranks.
-        plan, reports = _planned(joined, make_plan, lambda plan: setup_report(plan.setup(), plan.local_facts(memory)))
+        plan, reports = _plan_with_layers(
+            joined, make_plan, lambda plan: setup_report(plan.setup(), plan.local_facts(memory))
+        )
         agreed = AgreedFacts.of(reports, places.names)
-        make_assembly: Callable[[], Assembly] = partial(_assembled, joined, plan, agreed)
+        make_assembly: Callable[[], Assembly] = partial(_assembly_of, joined, plan, agreed)
         units: Units = ()
         if plan.options.is_sharded:
             # A unit, stages that share parameters, is gathered as one, so programs depend on the units of all ranks.
@@ -127,8 +129,8 @@ def construct(joined: Joined, make_plan: Callable[[], Plan]) -> tuple[Runner, li
             make_assembly, units = (lambda: assembly), units_of(reports)
         # Second exchange: assemble stages, lower and prove the program; tied parameters must be alike on all ranks.
         runner, reports = joined.exchange(
-            lambda: Runner(_session(joined, plan, agreed, memory, make_assembly(), units)),
-            lambda runner: _report(plan, runner.session.assembly),
+            lambda: Runner(_session_of(joined, plan, agreed, memory, make_assembly(), units)),
+            lambda runner: _report_of(plan, runner.session.assembly),
         )
     require_equal([report["setup"] for report in reports], places.names)
     require_equal_kinds([report["copies"] for report in reports], places.names)
@@ -146,7 +148,7 @@ def construct(joined: Joined, make_plan: Callable[[], Plan]) -> tuple[Runner, li
     return runner, [{name: report[name] for name in ("parameters", "unsplittable")} for report in reports]
 
 
-def _planned(
+def _plan_with_layers(
     joined: Joined, make_plan: Callable[[], Plan], tell: Callable[[Plan], SetupReport]
 ) -> tuple[Plan, list[SetupReport]]:
     """Plan and build this rank's layers; return what all ranks tell of theirs, too."""
@@ -158,7 +160,7 @@ def _planned(
     return joined.exchange(lambda: plan.with_layers(build), tell)
 
 
-def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
+def _assembly_of(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
     """Make the stages of this rank from its layers, compile them if asked for, and refuse what cannot train so.
 
     `agreed` has the facts of all ranks: keywords, skips and shared parameters. No message goes to another rank.
@@ -210,7 +212,7 @@ def _assembled(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
     return assembly
 
 
-def _session(
+def _session_of(
     joined: Joined, plan: Plan, agreed: AgreedFacts, memory: PositionMemory, assembly: Assembly, units: Units
 ) -> Session:
     """Put together all that the `Runner` of this rank needs; no message goes to another rank.
@@ -247,7 +249,7 @@ def _session(
     )
 
 
-def _report(plan: Plan, assembly: Assembly) -> SetupReport:
+def _report_of(plan: Plan, assembly: Assembly) -> SetupReport:
     """Return what the other ranks must hear of what this rank has built."""
     stages, copies = range(plan.schedule.num_stages), assembly.tied_copies
     # A copy that is not averaged over replicas would spoil the sum of those that are.

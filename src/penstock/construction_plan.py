@@ -86,13 +86,13 @@ class Plan:
         self.loss_weights = LossWeights(options.reduction, options.count, counted_targets(loss))
         loss_scale(options.scale_loss)  # refuses what scales nothing
         # `orders` is the schedule, or a program that the user gives; `schedule` has its forwards and backwards alone.
-        self.orders = _resolve(joined, schedule, microbatches, stages_per_rank)
+        self.orders = _resolved_schedule(joined, schedule, microbatches, stages_per_rank)
         self.schedule: Schedule = self.orders.actions()
         # Split the layers into stages by their weights, which are relative costs, or as `split` says.
         require_split(split)
         self.layers = list(map(without_wrappers, layer_list(layers)))
         self.layer_names = layer_names(self.layers, names_of_children(layers))
-        self.layer_weights = _weights(self.layers, split, options)
+        self.layer_weights = _layer_weights(self.layers, split, options)
         placement = self.schedule.placement
         self.layers_of_stage = split_over(placement, len(self.layers), weights=self.layer_weights, split=split)
         local_stages = placement.stages_of_rank[joined.transport.rank]
@@ -194,9 +194,14 @@ def _sharding(joined: Joined, options: PipelineOptions, device: torch.device) ->
     return sharding
 
 
-def _resolve(
+def _resolved_schedule(
     joined: Joined, schedule: ScheduleLike, microbatches: int | None, stages_per_rank: int | None
 ) -> Schedule | Program:
+    """Return the schedule or program that the user means by a name, a file or an object, for the ranks at hand.
+
+    Raises:
+        ConfigError, FormatError: there is none, it does not fit the ranks, or its family has no such option.
+    """
     options = joined.options
     require_schedule(schedule)
     family_options: dict[str, Any] = joined.family_options
@@ -228,7 +233,7 @@ def _require_slices(built: Mapping[int, nn.Module], names: Sequence[str]) -> Non
             )
 
 
-def _weights(layers: Sequence[Layer], split: Sequence[int] | None, options: PipelineOptions) -> Sequence[float]:
+def _layer_weights(layers: Sequence[Layer], split: Sequence[int] | None, options: PipelineOptions) -> Sequence[float]:
     if options.weights is None:
         return list(map(layer_weight, layers))
     if split is not None:

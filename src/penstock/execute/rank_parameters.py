@@ -119,7 +119,7 @@ class RankParameters:
         self._mesh = control.places.mesh if options.is_sharded else None
         # Gathers and reductions between replicas; None where there is nothing to exchange.
         self._exchanges = exchanges_of(control.places, is_sharded=options.is_sharded)
-        self.units = [self._unit(stages, attribute) for stages in sharing(assembly.stages)]
+        self.units = [self._unit_of(stages, attribute) for stages in sharing(assembly.stages)]
         self.unit_of = {stage.index: unit for unit in self.units for stage in unit.stages}
         # Where losses are scaled by a torch.amp.GradScaler, the scalers of all ranks must take one decision.
         scaler = grad_scaler_of(options.scale_loss)
@@ -236,7 +236,14 @@ class RankParameters:
         if self._optimizer_step is not None:
             self._optimizer_step()
 
-    def _unit(self, stages: Sequence[Stage], attribute: str) -> Unit:
+    def _unit_of(self, stages: Sequence[Stage], attribute: str) -> Unit:
+        """Make the unit of some stages that share parameters: where their gradients are, and how replicas hold them.
+
+        `attribute` is where a parameter has its gradient, `grad` or `main_grad`. The layout is sharded over the
+        replicas; or summed over them; or averaged by a wrapper of the user's, such as DistributedDataParallel; or
+        plain, where nothing is exchanged.
+        """
+        # Find the tied groups of which this unit holds a parameter, or a layer that is copied as a whole.
         local_ids = {id(part) for stage in stages for part in (*stage.parameters(), *stage.modules)}
         ids_by_group = {
             group: {*map(id, copy.parameters.values()), *map(id, copy.layers)} for group, copy in self.copies.items()
@@ -246,6 +253,7 @@ class RankParameters:
         parts = {stage.index: StageParts(stage.parameters, stage.modules) for stage in stages}
         if self._mesh is not None:
             assert self._exchanges is not None
+            # Backwards add to gradients of whole parameters; their sums over the replicas go to those of the shards.
             shared = ShardGradients(attribute)
             gradients = GradientStore(lambda: sharded.unsharded_parameters(), attribute)
             sharded = Sharded(parts, gradients, shared.add, self._exchanges, self._mesh)

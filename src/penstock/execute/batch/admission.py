@@ -283,6 +283,7 @@ class Admission:
         return replace(part, args=args, kwargs=kwargs)
 
     def _with_agreed_sizes(self, local_batch: Batch, agreed: AgreedStep) -> Batch:
+        """Return a batch with the rows and slice lengths that some rank knows, and what brings its data in time."""
         width = self.rule.num_slices
         rows = agreed.sizes or (0,) * self.rule.num_microbatches
         lengths = agreed.lengths or (0,) * (len(rows) * width)

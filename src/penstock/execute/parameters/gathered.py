@@ -83,9 +83,9 @@ class Block:
                 GatheredParameter(
                     rows,
                     slice_in_part,
-                    unsharded=_like(unsharded, parameter),
+                    unsharded=_parameter_like(unsharded, parameter),
                     unsharded_parts=self._view(begin, self._num_replicas, rows.part_elements),
-                    shard=_like(shard, parameter),
+                    shard=_parameter_like(shard, parameter),
                     holders=holders_by_parameter[parameter],
                 )
             )
@@ -159,7 +159,7 @@ def require_unchanged(blocks: Sequence[Block], stages: Iterable[int]) -> None:
         )
 
 
-def _like(values: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+def _parameter_like(values: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter with these values, and the attributes of another one."""
     new_parameter = nn.Parameter(values, requires_grad=parameter.requires_grad)
     new_parameter.__dict__.update({name: value for name, value in parameter.__dict__.items() if name != OWN_ROWS})

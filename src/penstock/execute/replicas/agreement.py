@@ -48,7 +48,7 @@ def agree_across(
         "weight": [weight.rows, weight.count, weight.num_microbatches],
     }
     reports = control.across(local_report)
-    _refuse(reports, None)
+    _raise_refusal(reports, None)
     # An error names a replica by its first rank.
     places = control.places
     first_ranks = [places.replica_of(replica).start for replica in range(places.num_replicas)]
@@ -80,11 +80,11 @@ def refuse_across(control: Control, proposal: StepProposal, refusal: StepRefused
     text, is_end = str(refusal), isinstance(refusal, EndOfData)
     if text == proposal.refusal and not is_end:  # the words of this rank for itself
         text = f"{control.places.name} refuses the step: {text}"
-    _refuse(control.across({"refusal": text, "is_end": is_end, "rank": refusal.rank}), refusal)
+    _raise_refusal(control.across({"refusal": text, "is_end": is_end, "rank": refusal.rank}), refusal)
     raise refusal
 
 
-def _refuse(reports: Sequence[Mapping[str, Any]], local_refusal: StepRefused | None) -> None:
+def _raise_refusal(reports: Sequence[Mapping[str, Any]], local_refusal: StepRefused | None) -> None:
     """Raise a refusal, if any replica refuses: first the end of the data, then this replica's, then another one's."""
     refusals = [report for report in reports if "refusal" in report]
     data_ends = [report for report in refusals if report["is_end"]]

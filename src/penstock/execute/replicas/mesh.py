@@ -101,7 +101,7 @@ def read_mesh(mesh: object) -> MeshRanks:
 
 
 def connect_mesh(
-    mesh: Any, deadline_s: float, *, device: torch.device | str | None = None
+    mesh: DeviceMesh | Places, deadline_s: float, *, device: torch.device | str | None = None
 ) -> tuple[Places, dist.ProcessGroup | None]:
     """Connect this rank to its pipeline and to its copies in other replicas; every rank of the mesh calls this.
 
@@ -138,7 +138,7 @@ def connect_mesh(
         for transport in connected:
             transport.abort()
         raise
-    data_mesh = mesh[DATA] if DATA in mesh.mesh_dim_names else None
+    data_mesh = mesh[DATA] if DATA in (mesh.mesh_dim_names or ()) else None
     return Places(connected[0], connected[1] if len(connected) > 1 else None, names, data_mesh), group
 
 

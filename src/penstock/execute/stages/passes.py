@@ -162,7 +162,7 @@ class StagePasses:
             PipelineError: no gradient leads from the loss to anything that this stage could train.
         """
         if not self.options.is_last:
-            return self._saved(parts, inputs, outputs, deferred) if self.options.is_training else None
+            return self._saved_forward(parts, inputs, outputs, deferred) if self.options.is_training else None
         loss = self._loss(step, place, parts, outputs)
         if not self.options.is_training:
             return None
@@ -173,13 +173,13 @@ class StagePasses:
         # parameter gets a gradient of zeros and not None.
         is_zero = loss is None and step.losses.weigh_nothing
         roots = needing_gradient((outputs, step.losses.parameters()) if is_zero else loss)
-        saved_forward = self._saved(parts, inputs, roots, deferred)
+        saved_forward = self._saved_forward(parts, inputs, roots, deferred)
         self._require_training(step, saved_forward, loss)
         fill = torch.zeros_like if is_zero else torch.ones_like
         saved_forward.loss_gradients = [fill(root) for root in roots]
         return saved_forward
 
-    def _saved(
+    def _saved_forward(
         self, parts: Sequence[ForwardPart], inputs: Any, outputs: Any, deferred: DeferredWeights | None
     ) -> SavedForward:
         if self.options.is_first:
