@@ -37,7 +37,7 @@ class _Rule(NamedTuple):
 
     still_from: int
     still_to: int
-    limit: int
+    max_activations: int
     """The most activations that a rank may hold."""
     fills_idle: bool
     """Whether idle slots count as running the weight gradients that are owed; then the table has none of its own."""
@@ -91,8 +91,11 @@ def _steady_end(slots: Slots) -> int:
     return int(min(places[places >= _steady_begin(slots)], default=slots.size))
 
 
-# Passes in the loops below are numbers: 0 idle, 1 and 2 forward, 3 and 4 backward, 5 weight gradient. Odd ones go from
-# the first rank to the last.
+# Numbers of passes (`Pass`) as the compiled loops below read them: forwards are 1 and 2, backwards 3 and 4. Odd numbers
+# go from the first rank to the last.
+FIRST_FORWARD, LAST_FORWARD = 1, 2
+FIRST_BACKWARD, LAST_BACKWARD = 3, 4
+WEIGHT = 5
 
 
 def _move_all(table: _Table, rule: _Rule) -> None:
@@ -102,7 +105,9 @@ def _move_all(table: _Table, rule: _Rule) -> None:
     for slot in range(num_slots):
         for rank in range(num_ranks):
             pass_number = table.slots[rank, slot]
-            if pass_number == 0 or (pass_number == 5 and rule.backward_slots == 2):  # a second slot goes with its first
+            if pass_number == IDLE:
+                continue
+            if pass_number == WEIGHT and rule.backward_slots == 2:  # the second slot moves with the first one
                 continue
             index = table.num_seen[rank, pass_number]
             table.num_seen[rank, pass_number] += 1
@@ -121,46 +126,50 @@ def _ready(slot_of_pass: Any, rank: int, pass_number: int, index: int, backward_
     pass before on its own rank where the V turns round.
     """
     ready = 0 if index == 0 else slot_of_pass[rank, pass_number, (index - 1) % slot_of_pass.shape[2]] + 1
-    if pass_number == 5 or (pass_number == 1 and rank == 0):
+    if pass_number == WEIGHT or (pass_number == FIRST_FORWARD and rank == 0):
         return ready
     source_rank = rank - 1 if pass_number % 2 == 1 else rank + 1
     if source_rank < 0 or source_rank == slot_of_pass.shape[0]:
         source_rank = rank
         pass_number -= 1
-    after_source: int = slot_of_pass[source_rank, pass_number, index] + (backward_slots if pass_number > 2 else 1)
+    after_source: int = slot_of_pass[source_rank, pass_number, index] + (
+        backward_slots if pass_number > LAST_FORWARD else 1
+    )
     return max(ready, after_source)
 
 
 def _first_fitting(table: _Table, rule: _Rule, rank: int, slot: int, ready: int) -> int:
     """Move what runs in `slot` to the first idle slot from `ready` on that memory allows; return it, or `slot`."""
     slots, pass_number = table.slots, table.slots[rank, slot]
-    is_wide = rule.backward_slots == 2 and pass_number > 2
-    first = ready if rule.fills_idle else _first_allowed(table, rule.limit, rank, slot, ready)
+    is_wide = rule.backward_slots == 2 and pass_number > LAST_FORWARD
+    first = ready if rule.fills_idle else _first_allowed(table, rule.max_activations, rank, slot, ready)
     for target in range(first, slot):
-        if slots[rank, target] != 0 or (is_wide and slots[rank, target + 1] != 0):
+        if slots[rank, target] != IDLE or (is_wide and slots[rank, target + 1] != IDLE):
             continue
         _swap(slots, rank, slot, target, is_wide)
         if not rule.fills_idle:
             _count_move(table, rank, slot, target, is_wide)
             return target
-        if _fits(table, rule.limit, rank, target, False):
-            _fits(table, rule.limit, rank, target, True)
+        if _recount(table, rule.max_activations, rank, target, False):
+            _recount(table, rule.max_activations, rank, target, True)
             return target
         _swap(slots, rank, target, slot, is_wide)
     return slot
 
 
-def _first_allowed(table: _Table, limit: int, rank: int, slot: int, ready: int) -> int:
+def _first_allowed(table: _Table, max_activations: int, rank: int, slot: int, ready: int) -> int:
     """Return the first slot from `ready` on to which memory lets a pass move, where idle slots run nothing.
 
     A forward is alive from there on, so no slot between may be full. A weight gradient must be owed in all of them.
     """
     pass_number = table.slots[rank, slot]
-    if pass_number == 3 or pass_number == 4:
+    if FIRST_BACKWARD <= pass_number <= LAST_BACKWARD:
         return ready
     first = slot
     while first > ready and (
-        table.live[rank, first - 1] < limit if pass_number < 3 else table.owed[rank, first - 1] > 0
+        table.live[rank, first - 1] < max_activations
+        if pass_number <= LAST_FORWARD
+        else table.owed[rank, first - 1] > 0
     ):
         first -= 1
     return first
@@ -172,10 +181,10 @@ def _count_move(table: _Table, rank: int, slot: int, target: int, is_wide: bool)
     if is_wide:  # the second slot frees, and nothing moves that is owed
         for between in range(target + 1, slot + 1):
             table.live[rank, between] -= 1
-    elif pass_number < 3:
+    elif pass_number <= LAST_FORWARD:
         for between in range(target, slot):
             table.live[rank, between] += 1
-    elif pass_number < 5:
+    elif pass_number <= LAST_BACKWARD:
         for between in range(target, slot):
             table.owed[rank, between] += 1
     else:
@@ -187,31 +196,34 @@ def _count_move(table: _Table, rank: int, slot: int, target: int, is_wide: bool)
 def _swap(slots: Any, rank: int, slot: int, target: int, is_wide: bool) -> None:
     """Swap a pass with an idle slot; a wide pass also has the slot after its own, and needs two."""
     slots[rank, target] = slots[rank, slot]
-    slots[rank, slot] = 0
+    slots[rank, slot] = IDLE
     if is_wide:
-        slots[rank, target + 1] = 5
-        slots[rank, slot + 1] = 0
+        slots[rank, target + 1] = WEIGHT
+        slots[rank, slot + 1] = IDLE
 
 
-def _fits(table: _Table, limit: int, rank: int, target: int, updates: bool) -> bool:
-    """Return whether memory allows what a rank runs from `target` on, after a pass moved there.
+def _recount(table: _Table, max_activations: int, rank: int, target: int, updates: bool) -> bool:
+    """Recount what a rank holds after each slot from `target` on, after a pass moved from a later slot into `target`.
 
-    Idle slots run the weight gradients that are owed. With `updates` the counts of the table are brought up to date.
+    Return whether at most `max_activations` are alive after every slot. A forward adds an activation, and a backward
+    adds a weight gradient that is owed; an idle slot runs a weight gradient that is owed, which frees an activation.
+    The counts are written into `table` if `updates`, which callers set only after a recount without it returned True.
     """
     alive = 0 if target == 0 else table.live[rank, target - 1]
     owed = 0 if target == 0 else table.owed[rank, target - 1]
     for later_slot in range(target, table.slots.shape[1]):
         pass_number = table.slots[rank, later_slot]
-        if pass_number > 2:
+        if pass_number > LAST_FORWARD:
             owed += 1
-        elif pass_number > 0:
+        elif pass_number > IDLE:
             alive += 1
         elif owed > 0:
             owed -= 1
             alive -= 1
-        if alive > limit:
+        if alive > max_activations:
             return False
-        # Between the two slots of the move the counts differ from the old ones. Once both agree, the rest is unchanged.
+        # From the slot that the pass left on, slots run the same as before the move. Once both counts agree with the
+        # stored ones, those of all later slots agree, too.
         if alive == table.live[rank, later_slot] and owed == table.owed[rank, later_slot]:
             break
         if updates:
@@ -220,4 +232,4 @@ def _fits(table: _Table, limit: int, rank: int, target: int, updates: bool) -> b
     return True
 
 
-_MOVE = Hot(_move_all, _first_fitting, _first_allowed, _count_move, _fits, _swap, _ready)
+_MOVE = Hot(_move_all, _first_fitting, _first_allowed, _count_move, _recount, _swap, _ready)
