@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.searching.problem import INPUT, Problem
-from penstock.searching.sequences import earliest_s, put
+from penstock.searching.sequences import Columns, Timing, earliest_s, put
 
 
 class Sweep(NamedTuple):
@@ -50,17 +50,17 @@ class Sweep(NamedTuple):
         )
 
 
-def next_of(sweep: Any, plane: int, stage: int) -> int:
+def next_of(sweep: Sweep, plane: int, stage: int) -> int:
     """Return the next action of a plane of a stage."""
     num_stages = sweep.num_run.shape[1]
     return int((plane * num_stages + stage) * sweep.num_microbatches + sweep.num_run[plane, stage])
 
 
-def has_more(sweep: Any, plane: int, stage: int) -> bool:
+def has_more(sweep: Sweep, plane: int, stage: int) -> bool:
     return bool(sweep.num_run[plane, stage] < sweep.num_microbatches)
 
 
-def do(columns: Any, sweep: Any, timing: Any, action: int) -> None:
+def do(columns: Columns, sweep: Sweep, timing: Timing, action: int) -> None:
     """Run an action now, or as soon as what it waits for is there."""
     rank = columns.rank[action]
     start_s = earliest_s(columns, timing, action)
@@ -79,18 +79,18 @@ def do(columns: Any, sweep: Any, timing: Any, action: int) -> None:
         sweep.weight_range[rank, 1] += 1
 
 
-def has_weight(sweep: Any, rank: int) -> bool:
+def has_weight(sweep: Sweep, rank: int) -> bool:
     return bool(sweep.weight_range[rank, 0] < sweep.weight_range[rank, 1])
 
 
-def do_weight(columns: Any, sweep: Any, timing: Any, rank: int) -> None:
+def do_weight(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> None:
     """Run the W that has waited longest."""
     action = sweep.weights[rank, sweep.weight_range[rank, 0]]
     sweep.weight_range[rank, 0] += 1
     do(columns, sweep, timing, action)
 
 
-def make_room(columns: Any, sweep: Any, timing: Any, action: int) -> bool:
+def make_room(columns: Columns, sweep: Sweep, timing: Timing, action: int) -> bool:
     """Run W until an action fits into memory; return whether it does."""
     rank = columns.rank[action]
     while timing.held_bytes[rank] + columns.taken_bytes[action] > columns.limit[rank]:
@@ -100,7 +100,7 @@ def make_room(columns: Any, sweep: Any, timing: Any, action: int) -> bool:
     return True
 
 
-def fill(columns: Any, sweep: Any, timing: Any, action: int, is_over: bool, is_within: bool) -> None:
+def fill(columns: Columns, sweep: Sweep, timing: Timing, action: int, is_over: bool, is_within: bool) -> None:
     """Run W in the gap before an action, and maybe one more W over the end of the gap.
 
     That W runs if `is_over` where the gap would make the rank the one that idles most, else if `is_within`.
@@ -120,7 +120,7 @@ def fill(columns: Any, sweep: Any, timing: Any, action: int, is_over: bool, is_w
         do_weight(columns, sweep, timing, rank)
 
 
-def most_idle_s(sweep: Any, rank: int) -> float:
+def most_idle_s(sweep: Sweep, rank: int) -> float:
     """Return the idle time that a rank may come to: that of the rank that idles most, or what it is allowed."""
     most_s = 0.0
     allowed_s = 0.0
@@ -134,7 +134,7 @@ def most_idle_s(sweep: Any, rank: int) -> float:
     return float(most_s)
 
 
-def flush(columns: Any, sweep: Any, timing: Any, rank: int) -> None:
+def flush(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> None:
     """Run the W that still wait on a rank."""
     while has_weight(sweep, rank):
         do_weight(columns, sweep, timing, rank)

@@ -27,13 +27,25 @@ def line_sweeps(problem: Problem) -> Iterator[Ints | None]:
 
 
 def _sweep_line(
-    columns: Any, sweep: Any, timing: Any, ends_before_input: bool, prefers_inputs: bool, is_within: bool, forwards: Any
+    columns: Columns,
+    sweep: Sweep,
+    timing: Timing,
+    ends_before_input: bool,
+    prefers_inputs: bool,
+    is_within: bool,
+    forwards: Any,
 ) -> bool:
-    """Fill a sequence; return whether it could be completed. `forwards` has room for how many F each rank runs next."""
+    """Write all actions into `sweep.sequence`, a zero-bubble schedule; return False where memory leaves no way.
+
+    F is a forward, I an input gradient, W a weight gradient. `ends_before_input`: F of the warm-up must end before the
+    first gradient arrives. `prefers_inputs`: a rank leaves an F out that would delay its next I. `is_within`: a W may
+    delay the next action on a rank that idles less than others. `forwards` [num_ranks] is memory for this function.
+    """
     clear(timing)
     if not _warm_up(columns, sweep, timing, ends_before_input, forwards):
         return False
     num_ranks = sweep.num_ranks
+    # For each further microbatch, an F goes down the line of ranks, and an I comes back up.
     for _microbatch in range(1, sweep.num_microbatches):
         _choose_forwards(columns, sweep, timing, prefers_inputs, forwards)
         for rank in range(num_ranks):
@@ -47,7 +59,7 @@ def _sweep_line(
     return True
 
 
-def _run_next(columns: Any, sweep: Any, timing: Any, plane: int, rank: int, is_within: bool) -> bool:
+def _run_next(columns: Columns, sweep: Sweep, timing: Timing, plane: int, rank: int, is_within: bool) -> bool:
     """Run the next F or I of a rank, with W in the time before it; return whether memory allows it."""
     action = next_of(sweep, plane, rank)
     if not make_room(columns, sweep, timing, action):
@@ -59,12 +71,12 @@ def _run_next(columns: Any, sweep: Any, timing: Any, plane: int, rank: int, is_w
     return True
 
 
-def has_input(sweep: Any, rank: int) -> bool:
+def has_input(sweep: Sweep, rank: int) -> bool:
     """Whether the F of a rank's next I has run."""
     return bool(sweep.num_run[FORWARD, rank] > sweep.num_run[INPUT, rank])
 
 
-def _warm_up(columns: Any, sweep: Any, timing: Any, ends_before_input: bool, forwards: Any) -> bool:
+def _warm_up(columns: Columns, sweep: Sweep, timing: Timing, ends_before_input: bool, forwards: Any) -> bool:
     """Run the F before the first I of each rank, and this I; return whether memory allows it."""
     for rank in range(sweep.num_ranks):
         action = next_of(sweep, FORWARD, rank)
@@ -83,35 +95,46 @@ def _warm_up(columns: Any, sweep: Any, timing: Any, ends_before_input: bool, for
     return True
 
 
-def _count_forwards(columns: Any, sweep: Any, timing: Any, ends_before_input: bool, forwards: Any) -> None:
-    """Count the F that each rank runs between the F and the I of the first microbatch."""
+def _count_forwards(columns: Columns, sweep: Sweep, timing: Timing, ends_before_input: bool, forwards: Any) -> None:
+    """Fill `forwards[rank]` with how many F each rank runs after its first F and before its first I.
+
+    It is called when each rank has run the F of microbatch 0 and nothing else. A rank runs as many further F as its
+    memory limit allows and as start before the gradient for its first I arrives; with `ends_before_input` they must
+    also end before that. No rank runs more than the rank before it.
+    """
     input_end_s = 0.0  # when the first I of the next rank ends
+    # From the last rank to the first, as gradients travel. The last rank waits for no gradient and runs no further F.
     for rank in range(sweep.num_ranks - 1, -1, -1):
         forwards[rank] = 0
-        first = next_of(sweep, INPUT, rank)
-        start_s = timing.free_s[rank]
+        first_input = next_of(sweep, INPUT, rank)
+        gradient_arrival_s = timing.free_s[rank]
         if rank < sweep.num_ranks - 1:
-            start_s = input_end_s + columns.lag_s[first] + columns.wire_s[columns.source[first]]
+            # `wire_s` is how long the gradient occupies its link, `lag_s` the latency after that.
+            gradient_arrival_s = input_end_s + columns.lag_s[first_input] + columns.wire_s[columns.source[first_input]]
         held_bytes, free_s = timing.held_bytes[rank], timing.free_s[rank]
         while sweep.num_run[FORWARD, rank] + forwards[rank] < sweep.num_microbatches and rank < sweep.num_ranks - 1:
             action = next_of(sweep, FORWARD, rank) + forwards[rank]
             if held_bytes + columns.taken_bytes[action] > columns.limit[rank]:
                 break
-            if free_s >= start_s or (ends_before_input and free_s + columns.seconds[action] > start_s):
+            end_s = free_s + columns.seconds[action]
+            if free_s >= gradient_arrival_s or (ends_before_input and end_s > gradient_arrival_s):
                 break
             held_bytes += columns.taken_bytes[action]
-            free_s += columns.seconds[action]
+            free_s = end_s
             forwards[rank] += 1
-        input_end_s = (free_s if free_s > start_s else start_s) + columns.seconds[first]
+        input_start_s = free_s if free_s > gradient_arrival_s else gradient_arrival_s
+        input_end_s = input_start_s + columns.seconds[first_input]
+    # A rank runs one F fewer than the rank before it, as in 1F1B: the rank before it needs the time of one more F until
+    # the gradient has come one rank further. A rank that has run all its microbatches otherwise takes the same number.
     for rank in range(1, sweep.num_ranks):
-        most = forwards[rank - 1]
-        if most > 0 and sweep.num_run[FORWARD, rank] + forwards[rank] < sweep.num_microbatches:
-            most -= 1
-        if forwards[rank] > most:
-            forwards[rank] = most
+        max_forwards = forwards[rank - 1]
+        if max_forwards > 0 and sweep.num_run[FORWARD, rank] + forwards[rank] < sweep.num_microbatches:
+            max_forwards -= 1
+        if forwards[rank] > max_forwards:
+            forwards[rank] = max_forwards
 
 
-def _choose_forwards(columns: Any, sweep: Any, timing: Any, prefers_inputs: bool, forwards: Any) -> None:
+def _choose_forwards(columns: Columns, sweep: Sweep, timing: Timing, prefers_inputs: bool, forwards: Any) -> None:
     """Choose which ranks run an F in this sweep: no rank where the next one runs none, but for its last F."""
     for rank in range(sweep.num_ranks):
         forwards[rank] = 0
@@ -123,16 +146,22 @@ def _choose_forwards(columns: Any, sweep: Any, timing: Any, prefers_inputs: bool
             forwards[rank] = forwards[rank + 1]
 
 
-def _delays_input(columns: Any, sweep: Any, timing: Any, rank: int) -> bool:
-    """Whether an F of a rank would delay its next I, and idling until then does not make it the one that idles most."""
+def _delays_input(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> bool:
+    """Return whether a rank should leave out its next F, because the F would delay the rank's next I.
+
+    It should not where idling until that I would make the rank the one that idles most. It never should where the next
+    rank has run as many F, but for one, since the next rank would then run dry.
+    """
     next_rank = rank + 1
     if sweep.num_run[FORWARD, rank] < sweep.num_run[FORWARD, next_rank] + 2:
         return False
+    # The gradient arrives after the next rank has run its next F and then the I that makes the gradient.
     source, forward = next_of(sweep, INPUT, next_rank), next_of(sweep, FORWARD, rank)
     arrival_s = timing.free_s[next_rank] + columns.seconds[next_of(sweep, FORWARD, next_rank)] + columns.seconds[source]
     arrival_s += columns.lag_s[next_of(sweep, INPUT, rank)] + columns.wire_s[source]
     if timing.free_s[rank] >= arrival_s:
         return True
+    # Where memory is full, W run before the F and make it end later.
     end_s = timing.free_s[rank] + columns.seconds[forward]
     held_bytes = timing.held_bytes[rank] + columns.taken_bytes[forward]
     index = sweep.weight_range[rank, 0]

@@ -47,7 +47,13 @@ def _swept(problem: Problem, setting: tuple[bool, ...], num_spare: int, allowed_
 
 
 def _sweep_vee(
-    columns: Any, sweep: Any, timing: Any, fills_forwards: bool, fills_inputs: bool, num_spare: int, stages: Any
+    columns: Columns,
+    sweep: Sweep,
+    timing: Timing,
+    fills_forwards: bool,
+    fills_inputs: bool,
+    num_spare: int,
+    stages: Any,
 ) -> bool:
     """Fill a sequence; return whether it could be completed. `stages` has room for a stage of each rank."""
     clear(timing)
@@ -67,12 +73,12 @@ def _sweep_vee(
     return bool(sweep.length[0] == len(sweep.sequence))
 
 
-def _later_stage(sweep: Any, rank: int) -> int:
+def _later_stage(sweep: Sweep, rank: int) -> int:
     """Return the later stage of a rank."""
     return int(2 * sweep.num_ranks - 1 - rank)
 
 
-def _warm_up(columns: Any, sweep: Any, timing: Any, num_spare: int) -> bool:
+def _warm_up(columns: Columns, sweep: Sweep, timing: Timing, num_spare: int) -> bool:
     """Run what comes before the first I: F of the earlier stages while the first microbatch comes back to a rank.
 
     Then ranks run F of both stages in turn until each has run as many as the one before it.
@@ -97,7 +103,9 @@ def _warm_up(columns: Any, sweep: Any, timing: Any, num_spare: int) -> bool:
     return True
 
 
-def _warm_up_ranks(columns: Any, sweep: Any, timing: Any, first: int, end: int, step: int, takes_late: bool) -> bool:
+def _warm_up_ranks(
+    columns: Columns, sweep: Sweep, timing: Timing, first: int, end: int, step: int, takes_late: bool
+) -> bool:
     """Run an F of the later or the earlier stage of each of these ranks; return whether that could be done."""
     for rank in range(first, end, step):
         stage = _later_stage(sweep, rank) if takes_late else rank
@@ -106,7 +114,7 @@ def _warm_up_ranks(columns: Any, sweep: Any, timing: Any, first: int, end: int, 
     return True
 
 
-def _has_time(columns: Any, sweep: Any, timing: Any, rank: int, num_spare: int) -> bool:
+def _has_time(columns: Columns, sweep: Sweep, timing: Timing, rank: int, num_spare: int) -> bool:
     """Whether all ranks up to one can run an F more before the first microbatch comes back to it."""
     action = next_of(sweep, FORWARD, rank)
     if sweep.num_run[FORWARD, rank] >= sweep.num_microbatches - rank:
@@ -117,7 +125,7 @@ def _has_time(columns: Any, sweep: Any, timing: Any, rank: int, num_spare: int) 
     return bool(timing.free_s[rank] + columns.seconds[action] <= back_s)
 
 
-def _is_behind(sweep: Any, rank: int) -> bool:
+def _is_behind(sweep: Sweep, rank: int) -> bool:
     """Whether a rank has run fewer F than the one before it."""
     late = sweep.num_run[FORWARD, _later_stage(sweep, rank)]
     late_of_previous = sweep.num_run[FORWARD, _later_stage(sweep, rank - 1)]
@@ -126,7 +134,7 @@ def _is_behind(sweep: Any, rank: int) -> bool:
     return bool(late <= late_of_previous and late_of_previous < sweep.num_microbatches)
 
 
-def _run_next(columns: Any, sweep: Any, timing: Any, plane: int, stage: int) -> bool:
+def _run_next(columns: Columns, sweep: Sweep, timing: Timing, plane: int, stage: int) -> bool:
     """Run the next action of a stage; return whether it fits and what it waits for has run."""
     if not has_more(sweep, plane, stage):
         return False
@@ -137,7 +145,7 @@ def _run_next(columns: Any, sweep: Any, timing: Any, plane: int, stage: int) -> 
     return True
 
 
-def _can_run(columns: Any, timing: Any, action: int) -> bool:
+def _can_run(columns: Columns, timing: Timing, action: int) -> bool:
     """Whether what an action waits for has run."""
     for source in (columns.source[action], columns.activation_source[action]):
         if source >= 0 and timing.arrival_s[source] < 0.0:
@@ -145,7 +153,7 @@ def _can_run(columns: Any, timing: Any, action: int) -> bool:
     return True
 
 
-def _run_inputs(columns: Any, sweep: Any, timing: Any, fills_inputs: bool, stages: Any) -> bool:
+def _run_inputs(columns: Columns, sweep: Sweep, timing: Timing, fills_inputs: bool, stages: Any) -> bool:
     """Run one I of each rank that has one; return whether memory allows it."""
     num_ranks = sweep.num_ranks
     for rank in range(num_ranks):
@@ -163,7 +171,7 @@ def _run_inputs(columns: Any, sweep: Any, timing: Any, fills_inputs: bool, stage
     return True
 
 
-def _run_input(columns: Any, sweep: Any, timing: Any, stage: int, is_over: bool) -> bool:
+def _run_input(columns: Columns, sweep: Sweep, timing: Timing, stage: int, is_over: bool) -> bool:
     """Run the next I of a stage, if what it waits for has run; return whether memory allows it."""
     if not has_more(sweep, INPUT, stage):
         return True
@@ -174,7 +182,7 @@ def _run_input(columns: Any, sweep: Any, timing: Any, stage: int, is_over: bool)
     return _run_next(columns, sweep, timing, INPUT, stage)
 
 
-def _run_forwards(columns: Any, sweep: Any, timing: Any, fills_forwards: bool) -> bool:
+def _run_forwards(columns: Columns, sweep: Sweep, timing: Timing, fills_forwards: bool) -> bool:
     """Run one F of each rank that has one; return whether memory allows it."""
     num_ranks = sweep.num_ranks
     for rank in range(num_ranks):
