@@ -100,7 +100,7 @@ class Machine:
         """Return the nodes that must have ended for the rows to be reached; `NONE` where they are reached at once."""
         return np.where(rows == NONE, NONE, self._last_node_before[rows])
 
-    def _wait(self, rows: Ints, nodes: Int64s) -> None:
+    def _await_nodes(self, rows: Ints, nodes: Int64s) -> None:
         """Let rows of the program wait for nodes to end."""
         self.waits[self.node_of_row[rows], 2] = nodes
 
@@ -121,20 +121,23 @@ class Machine:
         """Let consumers wait for their send, and a send that blocks until its receive is reached."""
         messages = self.messages
         send_nodes = self.node_of_row[messages.send]
-        self._wait(messages.consumer, send_nodes)
+        self._await_nodes(messages.consumer, send_nodes)
         if sends_block:
             self.waits[send_nodes, 0] = self.last_node_before(messages.receive)
             self.rows_shown[send_nodes, 0] = messages.receive
 
     def _add_pair_queues(self) -> Int64s:
-        """Add a lane per pair of ranks, whose n-th node is the match of the n-th entries of the queue at both ends.
+        """Model one ordered queue per pair of ranks, as NCCL has: the n-th entries of both ends must be one message.
 
-        Entries that are not the same message never match: the first such node waits for the node after it, which is one
-        of the same queue, since a message is missing at its place at either end. Return [num_exchanges, 2] the send and
-        the node of each exchange.
+        A lane (rows that run one after another) is added per pair of ranks, with a node (a row of the lane) for each n.
+        A node ends when both ranks have reached their n-th entries and these are the two ends of one message; a node
+        whose entries are of two messages never ends, which is the deadlock that the proof looks for. An exchange, in
+        which both ranks of a collective send and receive at once, is one entry. The rows that consume a message wait
+        for its node. Return [num_exchanges, 2] the send row of each exchange, and its node.
         """
         messages, exchanges = self.messages, self.exchanges
-        is_first = exchanges.send < exchanges.receive  # an exchange goes both ways, and is one entry of the queue
+        # Each exchange is there twice, once per direction; its first direction stands for both.
+        is_first = exchanges.send < exchanges.receive
         entries = np.column_stack([
             np.concatenate([messages.send, exchanges.send[is_first]]),
             np.concatenate([messages.receive, exchanges.receive[is_first]]),
@@ -142,35 +145,41 @@ class Machine:
         entries.sort(axis=1)  # rows are stored rank after rank, so this is the lower rank's end and the higher one's
         ranks = self.subject.rank[entries].astype(np.int64)
         pair = ranks[:, 0] * self.subject.table.num_ranks + ranks[:, 1]
-        # The same entries in the order of either end: where the two differ, both ranks wait for another message.
+        # The entries of each pair of ranks, in the order of the lower rank's program and of the higher rank's program.
         by_low_end, by_high_end = (np.argsort(pair * self.subject.table.num_rows + entries[:, end]) for end in (0, 1))
         first = len(self.waits)
         nodes = first + np.arange(len(entries))
         _, lengths = np.unique(pair, return_counts=True)
-        # A node that waits for the next node of its lane never ends. The minimum only keeps the index in the machine.
+        # Where the two orders first differ, the node waits for the next node of its own lane, which cannot end before
+        # it: neither ends. That next node exists, since the two orders of a pair cannot differ for the first time at
+        # their last entry. The minimum keeps the index of the very last node in range, which `np.where` does not
+        # choose.
         next_nodes = np.minimum(nodes + 1, first + len(nodes) - 1)
         rows = np.column_stack([entries[by_low_end, 0], entries[by_high_end, 1]])
-        self._add_lanes(lengths, rows, rows, np.where(by_low_end == by_high_end, NONE, next_nodes))
+        node_to_await = np.where(by_low_end == by_high_end, NONE, next_nodes)
+        self._add_lanes(lengths, rows_shown=rows, rows_reached=rows, nodes_ended=node_to_await)
         node_of_entry = np.empty(len(entries), np.int64)
         node_of_entry[by_low_end] = nodes
-        self._wait(messages.consumer, node_of_entry[: len(messages.send)])
+        self._await_nodes(messages.consumer, node_of_entry[: len(messages.send)])
         return np.column_stack([exchanges.send[is_first], node_of_entry[len(messages.send) :]])
 
     def _add_groups(self) -> Int64s:
-        """Add a lane per rank with its groups: for each a start node, then a node for each send or receive in it.
+        """Model sends and receives that a rank posts as one group, as torch's `batch_isend_irecv` does.
 
-        The latter waits for the start of the group at the other end. An exchange is a group of its own. Return
-        [num_exchanges, 2] the send of each exchange and the last node of its group.
+        A group is what a rank sends and receives between two rows that can block. A lane (nodes that end one after
+        another) is added per rank: for each group a start node, then a node for each send or receive. Such a node waits
+        for the start of the group at the other end. An exchange, in which both ranks of a collective send and receive
+        at once, is a group of its own. Return [num_exchanges, 2] the send row of each exchange, and its last node.
         """
         messages, exchanges = self.messages, self.exchanges
         num_messages, num_exchanges = len(messages.send), len(exchanges.send)
-        # All sends and receives, of messages and then of exchanges; and for each the index of its partner.
+        # List all sends and receives, of messages and then of exchanges, and for each the index of its other end.
         rows = np.concatenate([messages.send, messages.receive, exchanges.send, exchanges.receive])
         parts = np.split(np.arange(len(rows)), np.cumsum([num_messages, num_messages, num_exchanges]))
         send_index, receive_index, exchange_send_index, exchange_receive_index = parts
         partner = np.concatenate([receive_index, send_index, exchange_receive_index, exchange_send_index])
 
-        # In the order of rows, a group opens where a rank has run another row that can block since the last one.
+        # Number the groups. In the order of rows, one opens where the row that can block before it is another one.
         order = np.argsort(rows, kind="stable")
         row, is_exchange = rows[order], order >= 2 * num_messages
         rank, node_before = self.subject.rank[row], self.last_node_before(row)
@@ -181,12 +190,13 @@ class Machine:
         group_of = np.empty(len(row), np.int64)  # by index, as `partner` is
         group_of[order] = group
 
-        # In the machine, each group is its start and one node per send or receive, the last of which is its end.
+        # Number the nodes: each group is a start node and one node per send or receive, the last of which is its end.
         first, size = len(self.waits), len(row) + int(np.count_nonzero(opens))
         start_node = first + np.flatnonzero(opens) + np.arange(size - len(row))
         end_node = np.append(start_node[1:], first + size) - 1
         node_of = np.empty(len(row), np.int64)
         node_of[order] = first + np.arange(len(row)) + group + 1
+        # A start node waits until its rank has reached the group; the other nodes wait for the start at the other end.
         rows_shown, rows_reached = np.full((2, size, 2), NONE, np.int64)
         rows_shown[start_node - first, 0] = rows_reached[start_node - first, 0] = row[opens]
         rows_shown[node_of - first] = np.column_stack([rows, rows[partner]])
@@ -195,7 +205,7 @@ class Machine:
         lengths = np.bincount(rank, minlength=self.subject.table.num_ranks)
         lengths += np.bincount(rank[opens], minlength=self.subject.table.num_ranks)
         self._add_lanes(lengths, rows_shown, rows_reached, nodes_ended)
-        self._wait(messages.consumer, end_node[group_of[receive_index]])
+        self._await_nodes(messages.consumer, end_node[group_of[receive_index]])
         return np.column_stack([exchanges.send, end_node[group_of[exchange_send_index]]])
 
     def _add_barrier(self, barrier: Barrier, exchange_nodes: Int64s) -> None:
@@ -214,7 +224,7 @@ class Machine:
         nodes_ended[len(members) :] = exchanges
         self._add_lanes(np.array([size]), rows_reached, rows_reached, nodes_ended)
         rows = np.concatenate(list(barrier.rows.values()))
-        self._wait(rows, np.full(len(rows), len(self.waits) - 1))
+        self._await_nodes(rows, np.full(len(rows), len(self.waits) - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Queues:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._parts: list[tuple[Rows, Rows, NDArray[np.int32], Floats]] = []
+        self._columns_of_calls: list[tuple[Rows, Rows, NDArray[np.int32], Floats]] = []
         """The lengths of the queues, and the columns of their rows, from each call of `add`."""
         self.next_row = program.num_instructions
         """The number that the first row of the next queue will have."""
@@ -41,7 +41,7 @@ class Queues:
         """
         if and_after is None:
             and_after = np.full(len(after), NONE, np.int32)
-        self._parts.append((lengths, after, and_after, duration_s))
+        self._columns_of_calls.append((lengths, after, and_after, duration_s))
         self.next_row += len(after)
         return np.arange(self.next_row - len(after), self.next_row)
 
@@ -54,34 +54,38 @@ class Queues:
         num_lagged: int = 1,
         compiled: bool = False,
     ) -> Walk:
-        """Time the program's rows and those of all queues.
+        """Return the start and end of every row: of the program's instructions, then of all rows that `add` made.
 
-        `predecessors` are columns [num_instructions] of rows that a row of the program comes after. `lag_s` is the
-        time from the end of a row's predecessor in each of the first `num_lagged` columns until the row may start.
+        A queue models a link or a stream: messages or collectives that run one after another, beside their rank.
+        `predecessors` are columns [num_instructions] of rows; a row starts after the end of its entry in each of them.
+        In the first `num_lagged` columns it starts `lag_s` [num_instructions] seconds after that end. `duration_s`
+        [num_instructions] is how long each instruction takes. `compiled` runs numba's loop for a small table, too.
         """
         program = self._program
         offsets, joined, rank_order = program.offsets, program.joined, None
         num_added = self.next_row - program.num_instructions
         if num_added:
-            # Each row of a queue waits for one row or two, without a lag, and for the queue's rows before it.
-            lengths, after, and_after, busy_s = map(np.concatenate, zip(*self._parts, strict=True))
+            # A queue becomes one more rank of the walk: its rows stand behind those of the program, run in order, and
+            # wait for one or two further rows without a lag. So the first two columns of predecessors are extended by
+            # these rows and all further columns by `NONE`; zip leaves out the columns that are too many.
+            lengths, after, and_after, busy_s = map(np.concatenate, zip(*self._columns_of_calls, strict=True))
             no_rows = np.full(num_added, NONE, np.int32)
             queue_columns = [after.astype(np.int32), and_after, *[no_rows] * len(predecessors)]
             predecessors = [np.concatenate(pair) for pair in zip(predecessors, queue_columns, strict=False)]
             offsets = np.concatenate([offsets, program.num_instructions + np.cumsum(lengths)])
-            joined, rank_order = np.concatenate([joined, np.zeros(num_added, np.bool_)]), self._rank_order()
+            joined, rank_order = np.concatenate([joined, np.zeros(num_added, np.bool_)]), self._order_of_visits()
             duration_s = np.concatenate([duration_s, busy_s])
             lag_s = np.concatenate([lag_s, np.zeros(num_added)])
-        table, lag = _side_by_side(predecessors), _side_by_side([lag_s] * num_lagged)
-        return walk(offsets, table, joined, duration_s, lag=lag, rank_order=rank_order, compiled=compiled)
+        predecessor_table, lag = _side_by_side(predecessors), _side_by_side([lag_s] * num_lagged)
+        return walk(offsets, predecessor_table, joined, duration_s, lag=lag, rank_order=rank_order, compiled=compiled)
 
-    def _rank_order(self) -> Rows:
+    def _order_of_visits(self) -> Rows:
         """Return the ranks and queues, each queue right after the rank that fills it.
 
         So one round of the walk takes a message from end to end.
         """
         program = self._program
-        parts = [_first_after(lengths, after) for lengths, after, *_ in self._parts]
+        parts = [_first_after(lengths, after) for lengths, after, *_ in self._columns_of_calls]
         # A queue that another queue fills has a row past all ranks here, and so comes after them.
         fillers = np.searchsorted(program.offsets, np.concatenate(parts), side="right") - 1
         return np.argsort(np.concatenate([np.arange(program.num_ranks), fillers]), kind="stable")
