@@ -131,36 +131,49 @@ def in_folder(config: RunConfig, path: Path) -> RunConfig:
 
 
 def _choose(base: Path, config: RunConfig, start: Start) -> _Choice:
+    """Return the folder in which a run begins or continues: `base` or one of `base`-2, `base`-3 and so on.
+
+    By default, a run continues in the folder with the highest number if that run has the same settings and is not
+    finished, and begins in the next number else. `start` is what the command line says: `FORCE` and `RESTART` take
+    `base` itself, `FRESH` the next number, and `RESUME` raises where the run would not continue.
+
+    Raises:
+        ConfigError: another process holds the folder, or `base` holds files of others under `FORCE`.
+        CheckpointError: under `RESUME`, there is nothing to continue; or no checkpoint can be read, or the tokenizer
+            file has changed.
+    """
     if start is Start.FORCE:
         RunFolder(base).require_own_files()
         return _Choice(base, "--force")
-    if start is Start.RESTART and base.is_dir():
+    if start is Start.RESTART and base.is_dir():  # without a folder there is nothing to keep, as in a first start
         return _Choice(base, "restarted")
     folders_by_number = numbered_folders(base)
     if not folders_by_number:
-        _refuse_resuming(start, base, "there is no such folder")
+        _raise_if_resuming(start, base, "there is no such folder")
         return _Choice(base, "new", is_new=True)
     number = max(folders_by_number)
-    path, next_path = folders_by_number[number], base.with_name(f"{base.name}-{number + 1}")
+    newest_path, next_path = folders_by_number[number], base.with_name(f"{base.name}-{number + 1}")
     if start is Start.FRESH:
-        return _Choice(next_path, f"--fresh: {path} exists", is_new=True)
-    if holder_of(path):
-        raise _in_use(path)
-    obstacle = _obstacle(path, config)
-    if obstacle and path.is_dir():
-        _refuse_resuming(start, path, obstacle)
-        return _Choice(next_path, f"{path} {obstacle}", is_new=True)
-    if not (path / CONFIG).exists():
-        _refuse_resuming(start, path, "holds no run yet")
-        return _Choice(path, "holds no run yet")
-    checkpoints = RunFolder(path).checkpoints
-    newest_readable(checkpoints.path)
-    steps = checkpoints.steps()
+        return _Choice(next_path, f"--fresh: {newest_path} exists", is_new=True)
+    if holder_of(newest_path):
+        raise _in_use(newest_path)
+    # A finished run, or one of other settings, stays as it is.
+    obstacle = _obstacle(newest_path, config)
+    if obstacle and newest_path.is_dir():  # the folder may have been removed since it was listed
+        _raise_if_resuming(start, newest_path, obstacle)
+        return _Choice(next_path, f"{newest_path} {obstacle}", is_new=True)
+    if not (newest_path / CONFIG).exists():
+        _raise_if_resuming(start, newest_path, "holds no run yet")
+        return _Choice(newest_path, "holds no run yet")
+    checkpoints = RunFolder(newest_path).checkpoints
+    newest_readable(checkpoints.path)  # raises if there are checkpoints and none can be read
+    steps = checkpoints.steps()  # newest first
     if not steps:
-        _refuse_resuming(start, path, "its run has no checkpoint")
-        return _Choice(path, "its unfinished run has the same settings and no checkpoint, and begins at step 0")
-    _require_same_tokenizer(path, config)
-    return _Choice(path, f"its run has the same settings and continues after step {steps[0]}")
+        _raise_if_resuming(start, newest_path, "its run has no checkpoint")
+        reason = "its unfinished run has the same settings and no checkpoint, and begins at step 0"
+        return _Choice(newest_path, reason)
+    _require_same_tokenizer(newest_path, config)
+    return _Choice(newest_path, f"its run has the same settings and continues after step {steps[0]}")
 
 
 def _require_same_tokenizer(path: Path, config: RunConfig) -> None:
@@ -174,7 +187,8 @@ def _require_same_tokenizer(path: Path, config: RunConfig) -> None:
         )
 
 
-def _refuse_resuming(start: Start, path: Path, reason: str) -> None:
+def _raise_if_resuming(start: Start, path: Path, reason: str) -> None:
+    """Raise CheckpointError if the command line says --resume, in a folder whose run cannot continue for a reason."""
     if start is Start.RESUME:
         raise CheckpointError(f"--resume: {path}: {reason}; leave --resume out to begin a run")
 

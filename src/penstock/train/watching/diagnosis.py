@@ -79,17 +79,22 @@ def diagnose(
     profiled: Costs | LayerCosts | None = None,
     memory_limit: int | Sequence[int] | None = None,
 ) -> Diagnosis:
-    """Return where the time of a recorded step went, and the changes that would take less.
+    """Return where the time of a recorded step went, and which changes of schedule or split would make it shorter.
 
-    Changes are tried where the layers of the stages are known. `profiled` are measured costs of the same model. They
-    say how long dgrad and wgrad take, else each is half of a backward. Costs per layer also say how long each layer of
-    a stage takes, else its weight does, and how large its activations are, else all are alike. `memory_limit` counts
-    activations.
+    `recorded` is the measured timeline; `setting` is how the run was set up (batch size, family, options). Changes are
+    simulated only if the timeline says which layers each stage has. `memory_limit` is a number of activations, for
+    all ranks or one per rank.
+
+    `profiled` are costs of the same model that a profile has measured; `LayerCosts` are per layer. Without them, dgrad
+    and wgrad are taken to be half of a backward each. Without `LayerCosts`, the seconds of a stage are shared among its
+    layers by their weights, and all activations are taken to be of one size.
     """
     shares = None if profiled is None else SplitShares.of(profiled, recorded.layers_of_stage)
+    # The record shows when a rank noticed a message; `timeline` has the times at which messages can have arrived.
     timeline = with_true_arrivals(recorded)
     costs = costs_from_timelines([timeline], message_bytes=recorded.message_bytes, shares=shares or HALVES)
     run = _measured_run(recorded, timeline.program.actions(), costs, profiled)
+    # The prologue is what a rank does before its first instruction: it gets its batch and agrees on it with all ranks.
     idle_in_prologue = idle_before(timeline, recorded.prologues)
     idle_in_step = idle_times(timeline, costs, memory_limit=memory_limit)
     return Diagnosis(
