@@ -31,7 +31,7 @@ FAMILY_OF_CLASS = {
 }
 """torch's names of schedules, and the families here that run the same orders."""
 
-_NOT_NEEDED = ("input_args", "output_args", "output_grads", "input_grads", "get_mesh")
+_IGNORED_ARGUMENTS = ("input_args", "output_args", "output_grads", "input_grads", "get_mesh")
 """torch's stage takes these to learn shapes; here the first batch says them."""
 _NO_EFFECT = ("backward_requires_autograd", "defer_pp_recv")
 
@@ -57,22 +57,29 @@ class PipelineStage:
         dw_builder: Callable[[], Callable[[], Any]] | None = None,
         **example_arguments: Any,
     ) -> None:
+        """Keep the arguments; nothing is built or sent before a `Schedule` takes the stage.
+
+        `example_arguments` are what torch's stage takes to learn shapes: their names are checked, and they are ignored.
+        `dw_builder` is kept on `submodule`, as its attribute, where a backward that is split into I and W looks for it.
+
+        Raises: ConfigError, for another keyword, or a `dw_builder` that cannot be called.
+        """
         if dw_builder is not None and not callable(dw_builder):
             raise ConfigError(f"{described(dw_builder)}; expected a function that returns one", key="dw_builder")
         if dw_builder is not None:
-            cast(Any, submodule).dw_builder = dw_builder  # a split backward looks for it on the module
+            cast(Any, submodule).dw_builder = dw_builder
         for name in example_arguments:
-            if name not in _NOT_NEEDED:
-                raise ConfigError(f"is nothing that a stage takes.{nearest(name, _NOT_NEEDED)}", key=name)
+            if name not in _IGNORED_ARGUMENTS:
+                raise ConfigError(f"is nothing that a stage takes.{nearest(name, _IGNORED_ARGUMENTS)}", key=name)
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = None if device is None else torch.device(device)
         self.group = group
         self.is_first = stage_index == 0
-        """Whether this stage takes the batch; under a schedule of two routes, two stages do once it is made."""
+        """Whether this stage takes the batch. `Schedule` sets it anew: a bidirectional schedule has two such stages."""
         self.is_last = stage_index == num_stages - 1
-        """Whether this stage computes losses; under a schedule of two routes, two stages do once it is made."""
+        """Whether this stage computes losses. `Schedule` sets it anew, as it does `is_first`."""
 
     def update_ends(self, placement: Placement) -> None:
         """Set `is_first` and `is_last` by where the routes of a schedule begin and end."""
@@ -99,9 +106,17 @@ class Schedule:
         loss_fn: Callable[..., Tensor] | None = None,
         **options: Any,
     ) -> None:
+        """Agree with all ranks on the schedule, and make the pipeline of the stages' modules; every rank calls it.
+
+        `n_microbatches` and `loss_fn` are torch's; without `loss_fn`, `step` evaluates. `options` are keywords of
+        torch's schedule classes or of `penstock.Pipeline`.
+
+        Raises:
+            ConfigError, PartitionError: on every rank alike, if stages, schedule and options do not fit each other.
+        """
         stages = list(stage) if isinstance(stage, Sequence) else [stage]
-        # Anything but a stage in the list is refused in `_order`, together with the other ranks: an error here would
-        # leave them waiting for this one.
+        # Anything but a stage in the list is refused by `_order`, on all ranks together: if this rank raised here, the
+        # other ranks would wait for it.
         first_stage = next((local_stage for local_stage in stages if isinstance(local_stage, PipelineStage)), None)
         if first_stage is not None and first_stage.device is not None:
             options.setdefault("device", first_stage.device)
@@ -111,13 +126,17 @@ class Schedule:
         self._loss_keywords: Mapping[str, Any] = {}
         for local_stage in stages:
             local_stage.update_ends(order.placement)
+        # The placement now says which stages are first and last.
         self._computes_losses = any(local_stage.is_last for local_stage in stages)
         modules = {local_stage.stage_index: local_stage.submod for local_stage in stages}
         self.pipeline = maker.pipeline(modules, order, None if loss_fn is None else self._loss)
+        # A tuple that arrives from the stage before is unpacked into arguments, as torch does.
         receivers = [local_stage.submod for local_stage in stages if not local_stage.is_first]
         self._hooks = [
             module.register_forward_pre_hook(_unpack, with_kwargs=True)
-            for module in {id(module): module for module in receivers}.values()  # one may be several stages
+            for module in {
+                id(module): module for module in receivers
+            }.values()  # a module may be several stages; it gets one hook
         ]
         self.result: StepResult | None = None
         """The result of the last step: its loss is on every rank."""
