@@ -112,20 +112,26 @@ def build(
     forward_only: bool = False,
     **options: object,
 ) -> Schedule:
-    """Make the schedule of a family, or of your own function.
+    """Make the schedule of a family, given by its name, or of your own function.
 
-    `stages` is the total number, where it is not `ranks` x `stages_per_rank`. Without either, a family takes its own
-    default number of stages per rank. A function gets what it asks for by name, and gives rows of actions
-    (docs/schedules.md).
+    `stages` is the total number of stages, where it is not `ranks` x `stages_per_rank`. Without either, a family takes
+    its own default number of stages per rank. `slices` cuts each microbatch along the sequence into so many parts.
+    `forward_only` drops the backwards, for evaluation. Your function gets what it names as parameters, and returns rows
+    of actions (docs/schedules.md).
 
     Raises:
         ConfigError: for an unknown name or option, a count below 1, or a shape that the family refuses.
     """
-    ranks, microbatches, slices = _count("ranks", ranks), _count("microbatches", microbatches), _count("slices", slices)
+    ranks, microbatches, slices = (
+        _require_count("ranks", ranks),
+        _require_count("microbatches", microbatches),
+        _require_count("slices", slices),
+    )
     if slices > MAX_SLICES:
         raise ConfigError(f"{slices} are too many; at most {MAX_SLICES:,} can be numbered, use fewer", key="slices")
-    stages_per_rank = None if stages_per_rank is None else _count("stages_per_rank", stages_per_rank)
-    stages = None if stages is None else _count("stages", stages)
+    # None stands for a size that the caller leaves to the family or the function.
+    stages_per_rank = None if stages_per_rank is None else _require_count("stages_per_rank", stages_per_rank)
+    stages = None if stages is None else _require_count("stages", stages)
     sizes = RequestedSizes(ranks, microbatches, slices, stages_per_rank, stages, forward_only)
     if isinstance(name, str):
         schedule = _family_schedule(name, sizes, options)
@@ -156,7 +162,7 @@ def _family_schedule(name: str, sizes: RequestedSizes, options: Mapping[str, obj
     return with_common(family.generate(Shape(ranks, num_stages, microbatches, slices), option_values), option_values)
 
 
-def _count(key: str, value: object) -> int:
+def _require_count(key: str, value: object) -> int:
     """Return a count as an int, also where it is one of numpy's. Raises: ConfigError, for anything but a count."""
     try:
         count = index(value)  # type: ignore[arg-type]
@@ -170,8 +176,15 @@ def _count(key: str, value: object) -> int:
 
 
 def _resolve_stages(family: Family, sizes: RequestedSizes) -> int:
-    """Return the total number of stages; 0 among the family's choices stands for any number. Raises: ConfigError."""
-    allowed, ranks = family.stages_per_rank, sizes.ranks
+    """Return the total number of stages of a schedule: as the caller asks for, or by the family's default per rank.
+
+    `family.stages_per_rank` are the numbers per rank that the family allows, its default first; a 0 among them allows
+    any number, also stages that do not divide evenly among the ranks.
+
+    Raises:
+        ConfigError: the family does not allow the number, the two numbers of `sizes` differ, or a rank would be empty.
+    """
+    allowed_counts, ranks = family.stages_per_rank, sizes.ranks
     stages_per_rank, stages = sizes.stages_per_rank, sizes.stages
     if stages is not None:
         per_rank, remainder = divmod(stages, ranks)
@@ -181,10 +194,10 @@ def _resolve_stages(family: Family, sizes: RequestedSizes) -> int:
                 "give one of the two",
                 key="stages",
             )
-        if 0 not in allowed and (remainder or per_rank not in allowed):
-            fix = f"give {ranks * allowed[0]}" if remainder else _way_to_get(per_rank, family)
+        if 0 not in allowed_counts and (remainder or per_rank not in allowed_counts):
+            fix = f"give {ranks * allowed_counts[0]}" if remainder else _fix_for(per_rank, family)
             raise ConfigError(
-                f"{family.name} takes {_allowed(family)} per rank, not {stages} on {ranks}; {fix}", key="stages"
+                f"{family.name} takes {_allowed_text(family)} per rank, not {stages} on {ranks}; {fix}", key="stages"
             )
         if stages < ranks:
             raise ConfigError(
@@ -192,23 +205,24 @@ def _resolve_stages(family: Family, sizes: RequestedSizes) -> int:
                 key="stages",
             )
         return stages
-    chosen = allowed[0] if stages_per_rank is None else stages_per_rank
-    if chosen not in allowed and 0 not in allowed:
+    num_per_rank = allowed_counts[0] if stages_per_rank is None else stages_per_rank
+    if num_per_rank not in allowed_counts and 0 not in allowed_counts:
         raise ConfigError(
-            f"{family.name} takes {_allowed(family)} per rank, got {chosen}; {_way_to_get(chosen, family)}",
+            f"{family.name} takes {_allowed_text(family)} per rank, got {num_per_rank}; "
+            f"{_fix_for(num_per_rank, family)}",
             key="stages_per_rank",
         )
-    return ranks * chosen
+    return ranks * num_per_rank
 
 
-def _way_to_get(per_rank: int, family: Family) -> str:
+def _fix_for(per_rank: int, family: Family) -> str:
     """Name families that take so many stages per rank, those first whose names contain the name of this one."""
     names = [name for name, candidate in FAMILIES.items() if {per_rank, 0}.intersection(candidate.stages_per_rank)]
     names.sort(key=lambda name: family.name not in name)
     return f"leave it out, or take a family with {per_rank}, such as {', '.join(names[:MAX_NAMED_FAMILIES])}"
 
 
-def _allowed(family: Family) -> str:
+def _allowed_text(family: Family) -> str:
     counts = " or ".join(str(count) for count in family.stages_per_rank)
     return f"{counts} stage{'' if counts == '1' else 's'}"
 

@@ -28,23 +28,31 @@ from penstock.schedules.options import Options
 
 
 def generate(shape: Shape, options: Options) -> Schedule:
-    """Sort each rank's actions of both directions by their times."""
+    """Return Chimera's schedule: two copies of the model in opposite directions, half of the microbatches on each.
+
+    A route is the way through one copy: route 0 from rank 0 to the last rank, route 1 back. Each forward and backward
+    gets a time, in units of half a forward, at which it would run without messages; each rank runs its actions in the
+    order of these times.
+
+    Raises:
+        ConfigError: the number of ranks or of microbatches is odd.
+    """
     num_ranks, num_microbatches = shape.num_ranks, shape.num_microbatches
     require_even("chimera", shape, instead="hanayo with one copy of the model on any number")
-    half = num_microbatches // 2
+    num_per_route = num_microbatches // 2
     rank = np.arange(num_ranks)
-    place = np.stack([rank, num_ranks - 1 - rank], axis=1)[:, :, None]  # [rank, route, 1]
-    number = np.arange(half)
+    position = np.stack([rank, num_ranks - 1 - rank], axis=1)[:, :, None]  # [rank, route, 1] in the route
+    index_in_route = np.arange(num_per_route)
 
-    forward: Times = 2 * place + 4 * number
-    backward: Times = 2 * num_ranks - 1 + 2 * (num_ranks - 1 - place) + 4 * number
+    forward: Times = 2 * position + 4 * index_in_route
+    backward: Times = 2 * num_ranks - 1 + 2 * (num_ranks - 1 - position) + 4 * index_in_route
     if num_ranks > 2:
         backward += 2
         backward[num_ranks // 2 - 1 : num_ranks // 2 + 1] += 2
     route = np.arange(2)[:, None]
     orders = orders_by_time(
-        place + num_ranks * route,
-        np.broadcast_to(number + half * route, forward.shape),
+        position + num_ranks * route,
+        np.broadcast_to(index_in_route + num_per_route * route, forward.shape),
         forward,
         backward,
     )
@@ -53,7 +61,7 @@ def generate(shape: Shape, options: Options) -> Schedule:
         Placement.bidirectional(num_ranks),
         orders,
         num_microbatches=num_microbatches,
-        route_of_microbatch=np.repeat(np.arange(2, dtype=np.int8), half),
+        route_of_microbatch=np.repeat(np.arange(2, dtype=np.int8), num_per_route),
     )
 
 

@@ -38,22 +38,27 @@ class RequestedSizes:
 
 
 def custom_schedule(function: ScheduleFunction, sizes: RequestedSizes, options: Mapping[str, object]) -> Schedule:
-    """Call a function with the numbers and options that it takes, and make a schedule of what it gives.
+    """Return the schedule of a user's function, called once for all ranks, or once per rank if it has a parameter
+    `rank`.
+
+    The function gets those of `sizes` (numbers of ranks, microbatches, stages and slices) and of `options` for which it
+    has parameters. Options that every family takes (`COMMON`) need no parameter: they are applied to the schedule
+    afterwards.
 
     Raises:
-        ConfigError: for an option or number that it does not take, an error in it, or rows that are no schedule of the
-            size that was asked for.
+        ConfigError: an option or size has no parameter, the function raises, or it gives no schedule of these sizes.
     """
     if not callable(function):
         raise ConfigError(f"{described(function)}; give the name of a family, or a function", key="name")
     name = getattr(function, "__name__", type(function).__name__)
-    parameters = _parameters(function, name)
+    parameters = _named_parameters(function, name)
     stages = sizes.stages or (sizes.stages_per_rank and sizes.stages_per_rank * sizes.ranks)
     sizes = replace(sizes, stages=stages)
-    common = {key: value for key, value in options.items() if key in COMMON and key not in parameters}
-    common_values = Options.read(name, COMMON, common)
-    own_options = {key: value for key, value in options.items() if key not in common}
-    arguments = _numbers(name, parameters, sizes) | _options(name, parameters, own_options)
+    common_by_name = {key: value for key, value in options.items() if key in COMMON and key not in parameters}
+    common_options = Options.read(name, COMMON, common_by_name)
+    function_options = {key: value for key, value in options.items() if key not in common_by_name}
+    # Choose the arguments of the function.
+    arguments = _size_arguments(name, parameters, sizes) | _option_arguments(name, parameters, function_options)
 
     def make() -> Schedule:
         if RANK in parameters:
@@ -62,12 +67,13 @@ def custom_schedule(function: ScheduleFunction, sizes: RequestedSizes, options: 
             rows = function(**arguments)
         return as_schedule(rows, name, num_ranks=sizes.ranks)
 
-    schedule = run_third_party(name, make, at=_first_line(function))
+    # Errors of the function become ConfigErrors that name its file and line.
+    schedule = run_third_party(name, make, at=_file_and_line(function))
     require_sizes(name, schedule, asdict(sizes))
-    return with_common(schedule, common_values)
+    return with_common(schedule, common_options)
 
 
-def _parameters(function: ScheduleFunction, name: str) -> Parameters:
+def _named_parameters(function: ScheduleFunction, name: str) -> Parameters:
     """Return the parameters that can be given by name; one such as `**options` stands among them under its own name."""
     try:
         parameters = inspect.signature(function).parameters
@@ -79,7 +85,7 @@ def _parameters(function: ScheduleFunction, name: str) -> Parameters:
     return {key: parameter for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL}
 
 
-def _numbers(name: str, parameters: Parameters, sizes: RequestedSizes) -> dict[str, object]:
+def _size_arguments(name: str, parameters: Parameters, sizes: RequestedSizes) -> dict[str, object]:
     """Return the numbers that the function names as parameters. Raises: ConfigError, for a size without a parameter."""
     ranks, stages = sizes.ranks, sizes.stages
     takes_stages = "stages" in parameters or "stages_per_rank" in parameters
@@ -91,18 +97,20 @@ def _numbers(name: str, parameters: Parameters, sizes: RequestedSizes) -> dict[s
         raise ConfigError(f"{name} does not take it; add a parameter of this name, or leave it out", key="slices")
     values: dict[str, object] = asdict(sizes)
     if stages is None:  # the function's own default goes before that of `build`
-        values |= {key: _default(parameters, key, count) for key, count in (("stages_per_rank", 1), ("stages", ranks))}
+        values |= {
+            key: _default_or(parameters, key, count) for key, count in (("stages_per_rank", 1), ("stages", ranks))
+        }
     else:
         values["stages_per_rank"] = stages // ranks
     return {key: values[key] for key in SIZES if key in parameters}
 
 
-def _default(parameters: Parameters, key: str, otherwise: int) -> object:
+def _default_or(parameters: Parameters, key: str, otherwise: int) -> object:
     parameter = parameters.get(key)
     return otherwise if parameter is None or parameter.default is MISSING else parameter.default
 
 
-def _options(name: str, parameters: Parameters, values: Mapping[str, object]) -> dict[str, object]:
+def _option_arguments(name: str, parameters: Parameters, values: Mapping[str, object]) -> dict[str, object]:
     """Return the values of the function's own options, texts read as the type of the parameter's default.
 
     Raises:
@@ -120,10 +128,10 @@ def _options(name: str, parameters: Parameters, values: Mapping[str, object]) ->
     for key, default in default_of_option.items():
         if default is MISSING and key not in values:
             raise ConfigError(f"{name} needs a value for it; give {key}=VALUE, or the parameter a default", key=key)
-    return {key: _read(value, default_of_option.get(key), key) for key, value in values.items()}
+    return {key: _typed_value(value, default_of_option.get(key), key) for key, value in values.items()}
 
 
-def _read(value: object, default: object, key: str) -> object:
+def _typed_value(value: object, default: object, key: str) -> object:
     """Return a value as it was given in Python, or a text read as the type of the default. Raises: ConfigError."""
     if not isinstance(value, str) or not isinstance(default, (bool, int, float)):
         return value
@@ -136,6 +144,6 @@ def _read(value: object, default: object, key: str) -> object:
         raise ConfigError(f"{shortened(value)} is not a value of it; give {kind}", key=key) from None
 
 
-def _first_line(function: ScheduleFunction) -> str:
+def _file_and_line(function: ScheduleFunction) -> str:
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

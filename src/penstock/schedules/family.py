@@ -54,9 +54,12 @@ def by_rank(
     order: Callable[[int, Shape, Options], RankOrder],
     placement_of: Callable[[Shape], Placement] = loop,
 ) -> Generate:
-    """Return the function that makes the schedule of a family whose phases are written for one rank.
+    """Return the generator of a family whose order is written for one rank: it calls `order` for each rank.
 
-    Of several routes, each takes an equal part of the microbatches, in order.
+    A generator makes a `Schedule` from a shape (numbers of ranks, stages, microbatches and slices) and the options of
+    the family. `placement_of` says which rank holds which stage. Where a placement has several routes through the
+    stages, as a bidirectional one has, each route takes an equal part of the microbatches: the first route the first
+    ones.
     """
 
     def generate(shape: Shape, options: Options) -> Schedule:

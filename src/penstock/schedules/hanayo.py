@@ -28,7 +28,12 @@ from penstock.schedules.options import Number, Options
 
 
 def generate(shape: Shape, options: Options) -> Schedule:
-    """Sort each rank's actions of all waves by their times."""
+    """Return Hanayo's schedule: the model goes down and up the ranks in waves, and each rank has two stages per wave.
+
+    Each forward and backward gets a time, at which it would run if both took two units; each rank runs its actions in
+    the order of these times. Microbatches enter in rounds (groups of at least as many as there are ranks), so that the
+    first one of a round has come back to rank 0 when the last one has left it.
+    """
     num_ranks, num_waves = shape.num_ranks, _num_waves(shape, options)
     rank, wave = np.arange(num_ranks), np.arange(num_waves)[:, None]
     place_in_wave = np.stack([rank, 2 * num_ranks - 1 - rank], axis=1)[:, None, :, None]  # [rank, 1, down or up, 1]
@@ -48,8 +53,8 @@ def generate(shape: Shape, options: Options) -> Schedule:
         2 * place_in_wave + 4 * (index_in_sequence + wave * round_size)[:, None, :]
     )  # [rank, wave, down or up, microbatch]
     first_backward = 4 * num_ranks - 1 + 4 * int(round_size.max()) * (num_waves - 1)
-    going_back = (index_in_sequence + (num_waves - 1 - wave) * round_size)[:, None, :]
-    backward: Times = first_backward + 2 * (2 * num_ranks - 1 - place_in_wave) + 4 * going_back
+    index_of_backward = (index_in_sequence + (num_waves - 1 - wave) * round_size)[:, None, :]
+    backward: Times = first_backward + 2 * (2 * num_ranks - 1 - place_in_wave) + 4 * index_of_backward
     orders = orders_by_time(
         place_in_wave + 2 * num_ranks * wave[:, :, None],
         np.broadcast_to(np.arange(shape.num_microbatches), forward.shape),

@@ -137,10 +137,13 @@ def repeat(times: int, *actions: PhaseAction | tuple[PhaseAction, ...]) -> Phase
 
 
 def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, order: str = "ascending") -> RankOrder:
-    """Put phases one after the other and number their actions.
+    """Put phases one after the other, and give each action its microbatch; return the order of one rank.
 
-    `microbatches` drops what is numbered so or higher, for phases that are written for more microbatches than there
-    are. `order="descending"` numbers the backwards from the last to the first.
+    A phase is what `repeat` returns: actions without microbatches, and how often they run in turn. The n-th forward of
+    a stage is that of microbatch n, and so is the n-th backward; weight gradients follow their input gradients.
+    `microbatches` drops the actions of this microbatch and later ones, for phases that are written for more of them.
+    With `slices`, each microbatch is cut into so many parts, which are counted in place of microbatches.
+    `order="descending"` counts the backwards from the last microbatch to the first.
 
     Raises:
         ScheduleError: if something is computed twice, if a forward lacks its backward, or the reverse, and for what is
@@ -155,37 +158,42 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     if order not in ("ascending", "descending"):
         raise ScheduleError(f"phases: order={shortened(order)}; expected 'ascending' or 'descending'")
     parts = tuple(phase for phase in parts if phase.times)
-    counts = _counts(parts)
+    # Count the actions by kind and stage, and refuse counts that no order can have.
+    counts = _counts_of_actions(parts)
     _require_balance(counts, slices, microbatches)
-    stages = _require_weights(counts)
+    stages = _stages_to_look_up(counts)
+    # Set the number at which each count begins, and whether it goes up or down.
     for (kind, _), count in counts.items():
         is_down = order == "descending" and kind != FORWARD
         count.next = (count.first or 0) * slices + (count.size - 1 if is_down else 0)
         count.step = -1 if is_down else 1
+    # Weight gradients among whole backwards get their numbers last, from the input gradients that they follow.
     rows, joined = _number_actions(parts, counts)
-    _look_up_weights(rows, stages)
+    _number_weights_by_inputs(rows, stages)
     if microbatches is not None:
         is_in_range = rows[2] < microbatches * slices
         joined[:-1] &= is_in_range[1:]  # an action whose partner is dropped runs alone
         rows, joined = rows[:, is_in_range], joined[is_in_range]
-    return RankOrder(rows.T if slices == 1 else _in_slices(rows, slices, order), joined)
+    return RankOrder(rows.T if slices == 1 else _with_slices(rows, slices, order), joined)
 
 
 def _number_actions(parts: Sequence[Phase], counts: _Counts) -> tuple[_Rows, NDArray[np.bool_]]:
-    """Return [3, num_actions] kind, stage and number of all actions, and which are the first of a pair.
+    """Return [3, num_actions] kind, stage and number of all actions in order, and whether each is the first of a pair.
 
-    `counts` say where the numbers begin and go; they are used up.
+    A number is that of a microbatch, or of a slice if microbatches are cut. `counts` hold the next number of each kind
+    and stage and its step, 1 or -1; they end at their last numbers.
     """
     num_actions = sum(phase.times * len(phase.actions) for phase in parts)
     rows, joined = np.empty((3, num_actions), np.int32), np.zeros(num_actions, np.bool_)
     kind, stage, number = rows
     end = 0
     for phase in parts:
-        counts_of_actions = [counts[_key(action)] for action in phase.actions]
+        counts_of_actions = [counts[_count_key(action)] for action in phase.actions]
         begin, end = end, end + phase.times * len(phase.actions)
         for position, (action, count) in enumerate(zip(phase.actions, counts_of_actions, strict=True), begin):
             positions = slice(position, end, len(phase.actions))
-            # A phase that has something k times runs k numbers of it each time, so those of one action are k apart.
+            # Where an action stands k times in a phase, each run of the phase takes k numbers, so those of one of the k
+            # are k steps apart.
             stride = count.step * counts_of_actions.count(count)
             kind[positions] = action.kind
             stage[positions] = action.stage
@@ -193,7 +201,7 @@ def _number_actions(parts: Sequence[Phase], counts: _Counts) -> tuple[_Rows, NDA
             if action.is_joined:
                 joined[positions] = True
             count.next += count.step
-        # The loop above has counted one of the `times` runs of the phase; these are the others.
+        # The loop above has counted one of the phase's `times` runs. Here the counts go past the remaining ones.
         for count in set(counts_of_actions):
             count.next += (phase.times - 1) * count.step * counts_of_actions.count(count)
     return rows, joined
@@ -205,12 +213,12 @@ def _require_whole(subject: str, value: object, least: int | None = None) -> Non
         raise ScheduleError(f"{subject}: {described(value)}; expected {expected}")
 
 
-def _key(action: PhaseAction) -> tuple[int, int]:
+def _count_key(action: PhaseAction) -> tuple[int, int]:
     """Return the kind and the stage under which an action is counted; input gradients count as backwards."""
     return BACKWARD if action.kind == INPUT else action.kind, action.stage
 
 
-def _counts(parts: Sequence[Phase]) -> _Counts:
+def _counts_of_actions(parts: Sequence[Phase]) -> _Counts:
     """Count how often the phases run each kind of action of each stage."""
     counts: _Counts = {}
     for phase in parts:
@@ -218,7 +226,7 @@ def _counts(parts: Sequence[Phase]) -> _Counts:
             _require_whole("phases: the stage", action.stage, RANK if action.kind == WEIGHT else 0)
             if action.first is not None:
                 _require_whole("phases: first", action.first, 0)
-            count = counts.setdefault(_key(action), _Count(action.first))
+            count = counts.setdefault(_count_key(action), _Count(action.first))
             if count.first is not None and action.first not in (None, count.first):
                 raise ScheduleError(
                     f"phases: stage {action.stage} counts from {count.first} and again from {action.first}, which runs "
@@ -230,7 +238,7 @@ def _counts(parts: Sequence[Phase]) -> _Counts:
     return counts
 
 
-def _in_slices(rows: _Rows, slices: int, order: str) -> _Rows:
+def _with_slices(rows: _Rows, slices: int, order: str) -> _Rows:
     """[num_actions, 4] kind, stage, microbatch and slice, from rows that are numbered over all slices in turn."""
     kind, stage, number = rows
     microbatch, slice_index = np.divmod(number, slices)
@@ -239,7 +247,7 @@ def _in_slices(rows: _Rows, slices: int, order: str) -> _Rows:
     return np.column_stack([kind, stage, microbatch, slice_index])
 
 
-def _look_up_weights(rows: _Rows, stages: Iterable[int]) -> None:
+def _number_weights_by_inputs(rows: _Rows, stages: Iterable[int]) -> None:
     """Give the n-th weight gradient of each of these stages the number of the n-th input gradient there."""
     kind, stage_of_row, number = rows
     for stage in stages:
@@ -251,31 +259,40 @@ def _look_up_weights(rows: _Rows, stages: Iterable[int]) -> None:
         number[weights] = number[inputs]
 
 
-def _require_weights(counts: _Counts) -> list[int]:
-    """Refuse input gradients without weight gradients; return the stages whose weight gradients are to be looked up.
+def _stages_to_look_up(counts: _Counts) -> list[int]:
+    """Check that each input gradient (I) has its weight gradient (W); return the stages whose W need a look-up.
 
-    Where all backwards of a stage are split, its weight gradients are counted just like them.
+    The n-th W of a stage belongs to its n-th I. Where all backwards of a stage are split, W and backwards are counted
+    alike, so the number follows from the count. A look-up in the finished order is needed where a stage also has whole
+    backwards, or where W name no stage (`RANK`).
+
+    Raises:
+        ScheduleError: a stage, or the rank, has more I than W or the reverse, or W both with a stage and without one.
     """
-    weights = {stage: count for (kind, stage), count in counts.items() if kind == WEIGHT}
-    splits = {stage: count for (_, stage), count in counts.items() if count.num_inputs}
-    if RANK in weights and len(weights) > 1:
+    weight_counts = {stage: count for (kind, stage), count in counts.items() if kind == WEIGHT}
+    split_counts = {stage: count for (_, stage), count in counts.items() if count.num_inputs}
+    if RANK in weight_counts and len(weight_counts) > 1:
         raise ScheduleError("phases: w() and w(stage) on one rank; expected one of them, so write w(stage) for all")
-    inputs = {stage: count.num_inputs for stage, count in splits.items()}
-    if RANK in weights:
-        inputs = {RANK: sum(inputs.values())}
-    for stage in inputs | weights:
-        num_inputs, num_weights = inputs.get(stage, 0), weights[stage].size if stage in weights else 0
+    num_inputs_of_stage = {stage: count.num_inputs for stage, count in split_counts.items()}
+    # A W without a stage may belong to an I of any stage, so only the sums of the rank can be compared.
+    if RANK in weight_counts:
+        num_inputs_of_stage = {RANK: sum(num_inputs_of_stage.values())}
+    for stage in num_inputs_of_stage | weight_counts:
+        num_inputs, num_weights = (
+            num_inputs_of_stage.get(stage, 0),
+            weight_counts[stage].size if stage in weight_counts else 0,
+        )
         if num_inputs != num_weights:
             name = "the rank" if stage == RANK else f"stage {stage}"
             raise ScheduleError(
                 f"phases: {name} has {count_of(num_inputs, 'input gradient')} and "
                 f"{count_of(num_weights, 'weight gradient')}; expected one for the other, so repeat i and w as often"
             )
-    # Among whole backwards, the n-th weight gradient is not that of the n-th backward: only a look-up finds its number.
-    for stage, count in splits.items():
-        if stage in weights:
-            weights[stage].first = count.first
-    return [stage for stage, count in weights.items() if stage == RANK or splits[stage].size != count.size]
+    # W begin at the microbatch at which the backwards of their stage begin.
+    for stage, count in split_counts.items():
+        if stage in weight_counts:
+            weight_counts[stage].first = count.first
+    return [stage for stage, count in weight_counts.items() if stage == RANK or split_counts[stage].size != count.size]
 
 
 def _require_balance(counts: _Counts, slices: int, microbatches: int | None) -> None:
