@@ -79,10 +79,11 @@ def grid_columns(table: Schedule | Program) -> int:
 
 
 def from_grid(text: str, *, file: str = "<text>", name: str = "from a grid") -> Schedule:
-    """Read a drawing, timed or plain, with or without `rank 0:` labels and `|` between columns.
+    """Read a drawing of a schedule: one line of actions per rank, with or without a column per unit of time.
 
-    Where labels begin with rank 0 again, the rows go on. Empty lines, comments and lines of marks are skipped. All
-    that the drawing does not say is inferred, as for CSV.
+    Lines may have labels such as `rank 0:`, and `|` between columns. Where labels begin with rank 0 again, the drawing
+    was wrapped, and the rows go on. Empty lines, comments and lines of marks are skipped. Placement and numbers of
+    microbatches are inferred from the actions, as for CSV.
 
     Raises:
         FormatError: with line and column of the first word that does not fit.
@@ -131,7 +132,14 @@ def _in_time(cells: list[str], columns: list[int]) -> list[str]:
 
 
 def _read_rows(text: str, file: str) -> list[_Row]:
-    """The rows of all ranks; those of a wrapped drawing are put together from its blocks."""
+    """Return the row of words of each rank, with the place of each word in the text for messages.
+
+    A wrapped drawing has several blocks, each with all ranks in order. The first block makes the rows, and later blocks
+    add to them.
+
+    Raises:
+        FormatError: a label names another rank than the next one, or a later block has other ranks than the first.
+    """
     rows: list[_Row] = []
     rank, num_blocks = -1, 1
     for number, line in enumerate(text.split("\n"), start=1):
@@ -143,6 +151,7 @@ def _read_rows(text: str, file: str) -> list[_Row]:
         rank += 1
         if label is not None:
             rank_word = _Word(label[1], number, label.start(1) + 1)
+            # Rank 0 after the last rank begins another block of a wrapped drawing.
             if int(label[1]) == 0 and rank == len(rows) > 1:
                 rank, num_blocks = 0, num_blocks + 1
             if int(label[1]) != rank:

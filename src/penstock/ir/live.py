@@ -176,19 +176,23 @@ def _changes_by_rank(table: Table, sizes: StageBytes, *, on_host: bool) -> Itera
 
 
 def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Int64s:
-    """[2, num_ops, num_stages] what a row adds to its rank, or its host, at its start, and takes from it at its end."""
-    # Why sums of rows are what is alive: a value is added by one row and taken by one row of the same rank, with the
-    # same size, so a cumulative sum over a rank holds each value from its maker to its last reader and nothing else.
-    # Where a value becomes a part of another one, both happen at the start of one row (F takes its message, and the
-    # activation that holds it begins), so it never counts twice, nor for a moment not at all. A message is as large
-    # as its sender's output: at the receiver the size is that of the previous stage (INPUT), and at the ends of a
-    # route, where nothing is sent, it is 0. Several sizes may be 0 or unknown; the sum is then a lower bound.
+    """Return [2, num_ops, num_stages] bytes: what a row adds at its start, and (negative) what it frees at its end.
+
+    A row is an action or instruction of the table; entries are by its operation and stage. The bytes are those of the
+    row's rank or, with `on_host`, of the memory of its host, to which activations are offloaded.
+    """
+    # A cumulative sum of these changes over a rank's rows is what is alive: a value is added by one row and taken by
+    # one row of the same rank, with the same size, so the sum holds each value from its maker to its last reader. Where
+    # a value becomes a part of another one, both happen at the start of one row (F takes its message, and the
+    # activation that holds it begins), so no value counts twice or is missing for a moment. A message is as large as
+    # its sender's output: at the receiver the size is that of the previous stage (INPUT), and 0 at the ends of a route,
+    # where nothing is sent. Several sizes may be 0 or unknown; the sum is then a lower bound.
     placement = table.placement
     message = sizes.message if isinstance(table, Program) else np.zeros_like(sizes.message)
-    previous, following = np.array(placement.previous_stage), np.array(placement.next_stage)
+    previous_stage, next_stage = np.array(placement.previous_stage), np.array(placement.next_stage)
     bytes_of_size = {
-        Size.OUTPUT: np.where(following == NONE, 0, message),
-        Size.INPUT: np.where(previous == NONE, 0, message[previous]),
+        Size.OUTPUT: np.where(next_stage == NONE, 0, message),
+        Size.INPUT: np.where(previous_stage == NONE, 0, message[previous_stage]),
         Size.ACTIVATION: sizes.activation,
         Size.CHECKPOINT: sizes.checkpoint,
         Size.WEIGHT_INPUTS: sizes.weight_context,
@@ -197,8 +201,8 @@ def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Int64s:
     changes = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
     for op, row in OPERATIONS.items():
         at_start, at_end = (row.on_host_at_start, row.on_host_at_end) if on_host else (row.at_start, row.at_end)
-        changes[0, op] = sum(times * bytes_of_size[size] for size, times in at_start.items())
-        changes[1, op] = -sum(times * bytes_of_size[size] for size, times in at_end.items())
+        changes[0, op] = sum(count * bytes_of_size[size] for size, count in at_start.items())
+        changes[1, op] = -sum(count * bytes_of_size[size] for size, count in at_end.items())
         if row.begins_keeping and table.is_forward_only:
             changes[1, op] += sizes.activation  # nothing is kept
     return changes

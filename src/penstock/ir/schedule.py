@@ -44,7 +44,11 @@ class Schedule(Table):
         joined: Bools | None = None,
         route_of_microbatch: Ints | None = None,
     ) -> "Schedule":
-        """Make a schedule from one array [num_actions, 3 or 4] per rank: kind, stage, microbatch (and slice).
+        """Make a schedule from one array [num_actions, 3 or 4] per rank: kind, stage, microbatch and, maybe, slice.
+
+        `placement` says which rank holds which stage. `joined` [all actions, rank after rank] marks the first action of
+        each overlapped pair, and `route_of_microbatch` says by which way through the stages each microbatch goes, 0 by
+        default.
 
         Raises:
             ScheduleError: for arrays of another number or shape, a number that is out of range, or wrong routes.
@@ -55,6 +59,7 @@ class Schedule(Table):
             )
         for rank, order in enumerate(orders):
             _require_rows(name, rank, order)
+        # Put the arrays of all ranks one after another, in columns of the smallest integer type that fits.
         offsets = np.cumsum([0, *map(len, orders)])
         num_rows = int(offsets[-1])
         largest = (max(Kind), placement.num_stages - 1, num_microbatches - 1, num_slices - 1)
@@ -65,7 +70,7 @@ class Schedule(Table):
             for column_name, numbers, limit in zip(columns, order.T if len(order) else (), largest, strict=False):
                 _require_fits(name, rank, column_name, numbers, limit)
                 columns[column_name][begin:end] = numbers
-        # Copies: what becomes of the caller's arrays must not change the schedule.
+        # Copy the caller's arrays: a later change of theirs must not change the schedule.
         no_routes: Ints = np.zeros(num_microbatches, np.int8)
         routes = no_routes if route_of_microbatch is None else np.array(route_of_microbatch)
         is_joined = np.zeros(num_rows, np.bool_) if joined is None else np.array(joined)
@@ -84,7 +89,10 @@ class Schedule(Table):
         num_slices: int = 1,
         route_of_microbatch: Ints | None = None,
     ) -> "Schedule":
-        """Make a schedule from the actions of each rank, in order.
+        """Make a schedule from the actions and overlapped pairs of each rank, in the order in which the rank runs them.
+
+        `placement` says which rank holds which stage. `route_of_microbatch` says by which way through the stages each
+        microbatch goes, 0 by default.
 
         Raises:
             ScheduleError: for anything but actions, and as `from_arrays`.
@@ -92,10 +100,10 @@ class Schedule(Table):
         arrays: list[Array] = []
         joined: list[bool] = []
         for rank, order in enumerate(orders):
-            singles = [single for entry in order for single in _members(name, rank, entry)]
-            rows = [(action.kind, action.stage, action.microbatch, action.slice) for action, _ in singles]
+            actions_with_marks = [member for entry in order for member in _members(name, rank, entry)]
+            rows = [(action.kind, action.stage, action.microbatch, action.slice) for action, _ in actions_with_marks]
             arrays.append(np.array(rows).reshape(len(rows), 4))
-            joined += [first for _, first in singles]
+            joined += [is_first for _, is_first in actions_with_marks]
         return cls.from_arrays(
             name,
             placement,

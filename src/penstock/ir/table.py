@@ -245,10 +245,18 @@ class Table(ABC):
         return range(*self.offsets[rank % self.num_ranks :][:2].tolist())
 
     def _require_shapes(self) -> None:
+        """Check that counts, columns and routes have the shapes and types that fit each other.
+
+        `offsets` [num_ranks + 1] says where the rows of each rank begin and end in every column. A route is a way of
+        microbatches through the stages; `route_of_microbatch` has its number for each microbatch.
+
+        Raises:
+            ScheduleError: with the first shape, type or number that does not fit.
+        """
         counts = {"microbatches": self.num_microbatches, "slices": self.num_slices}
-        for unit, count in counts.items():
+        for counted, count in counts.items():
             if count < 1:
-                raise ScheduleError(f"{self.name}: {count} {unit}; expected 1 or more")
+                raise ScheduleError(f"{self.name}: {count} {counted}; expected 1 or more")
         lengths = np.diff(self.offsets)
         if len(lengths) != self.placement.num_ranks or (lengths < 0).any() or self.offsets[0] != 0:
             raise ScheduleError(
@@ -257,8 +265,8 @@ class Table(ABC):
             )
         for name in self.COLUMNS:
             column = getattr(self, name)
-            kinds = "b" if name == "joined" else "iu"
-            if column.shape != (self.offsets[-1],) or column.dtype.kind not in kinds:
+            dtype_kinds = "b" if name == "joined" else "iu"
+            if column.shape != (self.offsets[-1],) or column.dtype.kind not in dtype_kinds:
                 raise ScheduleError(
                     f"{self.name}: the column {name} has shape {column.shape} and type {column.dtype}; expected "
                     f"{self.offsets[-1]} {'booleans' if name == 'joined' else 'whole numbers'}"
@@ -269,10 +277,10 @@ class Table(ABC):
                 f"{self.name}: expected {self.num_microbatches} whole numbers in route_of_microbatch, one per "
                 f"microbatch, got an array of shape {routes.shape} and type {routes.dtype}"
             )
-        wrong = np.flatnonzero((routes < 0) | (routes >= num_routes))
-        if len(wrong):
+        stray = np.flatnonzero((routes < 0) | (routes >= num_routes))
+        if len(stray):
             raise ScheduleError(
-                f"{self.name}: microbatch {wrong[0]} travels route {routes[wrong[0]]}; expected a route of the "
+                f"{self.name}: microbatch {stray[0]} travels route {routes[stray[0]]}; expected a route of the "
                 f"placement, from 0 and below {num_routes}"
             )
 

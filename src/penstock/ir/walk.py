@@ -40,24 +40,27 @@ def walk(
     rank_order: Int64s | None = None,
     compiled: bool = False,
 ) -> Walk:
-    """Run every rank's rows in order, each as early as its predecessors allow.
+    """Return when each row starts and ends if every rank runs its rows in order, each row as early as it can.
 
-    `offsets` [num_ranks + 1], `predecessors` [num_rows, n] with -1 for none, `duration` [num_rows], and where these are
-    whole numbers, so are all times. `lag` [num_rows, k]
-    is the time from the end of a predecessor until the row may start, for the first k columns of predecessors; the
-    others have none. `rank_order` [num_ranks] is the order in which ranks are looked at again and again, and `compiled`
-    asks for compiled loops for a small table too: both change nothing but how fast the walk is.
+    A row waits for the row before it on its rank, and for its predecessors on any rank. `offsets` [num_ranks + 1] says
+    where each rank's rows begin. `predecessors` [num_rows, n] are row numbers, -1 for none. `joined` [num_rows] marks
+    the first row of an overlapped pair, which runs together with the next row. `duration` [num_rows] may be whole
+    numbers, and then all times are. `lag` [num_rows, k] is the time from the end of a predecessor until the row may
+    start, for the first k columns of predecessors. Rows that can never run keep the time `NOT_RUN`.
+
+    `rank_order` [num_ranks] is the order in which the loop visits ranks, and `compiled` asks for numba for a small
+    table too: both change how fast the walk is, and no time.
     """
     num_rows = len(duration)
     lag_of_edge = np.zeros((num_rows, 0)) if lag is None else lag
-    of_time = np.result_type(duration, np.int32)
-    start, end = np.full((2, num_rows), NOT_RUN, of_time)
+    time_type = np.result_type(duration, np.int32)
+    start, end = np.full((2, num_rows), NOT_RUN, time_type)
     result = Walk(start, end, offsets[:-1].astype(np.int64))
-    turns = np.arange(len(offsets) - 1) if rank_order is None else rank_order
-    # There and back, since what goes against the turns would get one rank further in each round.
-    turns = np.concatenate([turns, turns[::-1]])
-    rows = _Rows(*map(frozen, (offsets, predecessors, joined, duration, lag_of_edge, turns)))
-    times = _Times(start, end, result.reached, np.zeros(len(offsets) - 1, of_time))
+    visits = np.arange(len(offsets) - 1) if rank_order is None else rank_order
+    # Ranks are visited there and back: results that travel against the order would else get one rank further per round.
+    visits = np.concatenate([visits, visits[::-1]])
+    rows = _Rows(*map(frozen, (offsets, predecessors, joined, duration, lag_of_edge, visits)))
+    times = _Times(start, end, result.reached, np.zeros(len(offsets) - 1, time_type))
     if compiled:
         _WALK.compiled(rows, times)
     else:
@@ -104,23 +107,24 @@ def _ready_time(predecessors: Any, end: Any, lag: Any, row: int, partner: int) -
 
 
 def _visit_all(rows: _Rows, times: _Times) -> bool:
-    """Run rows of each rank until one is blocked; return whether any ran.
+    """Visit each rank once, and run its rows until one is blocked; return whether any row ran.
 
-    This loop is one function on purpose: compiled, a call for each rank makes the walk take twice as long.
+    The caller repeats rounds until none runs a row. This loop is one function on purpose: compiled, a call for each
+    rank makes the walk take twice as long.
     """
     offsets, predecessors, joined, duration, lag, rank_order = rows
-    start, end, reached, free = times
-    # Why one greedy pass is enough: a row waits for rows before it on its rank and for its predecessors. Both only
-    # ever get an end, so a row that is ready stays ready, and its start, the latest of these ends, is the same
-    # whenever it is visited. By induction over any order in which rows can run, every walk runs the same rows at the
-    # same times; these are the earliest possible ones. A round costs one look at the first row of each blocked rank.
-    # Visiting ranks there and back lets results travel along all ranks, of either direction, in one round.
+    start, end, reached, rank_free_at = times
+    # One greedy walk is enough. A row waits for rows before it on its rank and for its predecessors. Both only ever get
+    # an end, so a row that is ready stays ready, and its start, the latest of these ends, is the same whenever it is
+    # visited. By induction over any order in which rows can run, every walk runs the same rows at the same times; these
+    # are the earliest possible ones. A round costs one look at the first row of each blocked rank. Visiting ranks there
+    # and back lets results travel along all ranks, of either direction, in one round.
     has_run = False
     for rank in rank_order:
         row = reached[rank]
-        stop = offsets[rank + 1]
-        rank_free = free[rank]
-        while row < stop:
+        end_row = offsets[rank + 1]
+        free_at = rank_free_at[rank]
+        while row < end_row:
             # A pair is ready when both rows are. It occupies the rank for the sum of their durations, and neither has a
             # result before the end of both.
             last = row + 1 if joined[row] else row
@@ -130,18 +134,18 @@ def _visit_all(rows: _Rows, times: _Times) -> bool:
                 ready = max(ready, partner_ready) if partner_ready >= 0 else partner_ready
             if ready < 0:  # BLOCKED
                 break
-            begin = ready if ready > rank_free else rank_free
-            rank_free = begin + duration[row]
+            begin = ready if ready > free_at else free_at
+            free_at = begin + duration[row]
             if last > row:
-                rank_free += duration[last]
+                free_at += duration[last]
                 start[last] = begin
-                end[last] = rank_free
+                end[last] = free_at
             start[row] = begin
-            end[row] = rank_free
+            end[row] = free_at
             row = last + 1
         if row != reached[rank]:
             reached[rank] = row
-            free[rank] = rank_free
+            rank_free_at[rank] = free_at
             has_run = True
     return has_run
 

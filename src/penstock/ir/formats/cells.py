@@ -127,12 +127,16 @@ def require_text(text: object) -> None:
 
 
 def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
-    """Read the stripped cells of every rank.
+    """Read the cells of every rank, such as `2F0` (stage 2, forward, microbatch 0), into columns of numbers.
+
+    A cell is an action, an instruction or a pair of overlapped actions, without blanks around it. Rows of all ranks
+    stand one after another in the columns; `offsets` [num_ranks + 1] says where each rank begins. `fail(problem, rank,
+    cell, character)` makes the error for a place.
 
     Raises:
         FormatError: made by `fail`, for a cell that is no action, instruction or pair, and for too large numbers.
     """
-    columns: list[Int32s] = []
+    rows_by_rank: list[Int32s] = []
     joined: list[Bools] = []
     num_rows = 0
     for rank, cells in enumerate(ranks):
@@ -140,10 +144,10 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
         if num_rows > MAX_CELLS:
             raise fail(f"the text has more than {MAX_CELLS} cells; expected at most as many", rank, 0, 0)
         rows_of_rank, joined_of_rank = _parse_rank(cells, rank, fail)
-        columns.append(rows_of_rank)
+        rows_by_rank.append(rows_of_rank)
         joined.append(joined_of_rank)
-    offsets = np.cumsum([0, *map(len, columns)])
-    rows = np.concatenate([np.zeros((0, 4), np.int32), *columns])
+    offsets = np.cumsum([0, *map(len, rows_by_rank)])
+    rows = np.concatenate([np.zeros((0, 4), np.int32), *rows_by_rank])
     return Cells(
         op=rows[:, 0].astype(np.int8),
         stage=rows[:, 1].copy(),
@@ -236,11 +240,12 @@ def _misfit(cell: str, begin: int = 0) -> FormatError:
 
 
 def infer_layout(cells: Cells, fail: Fail) -> dict[str, Any]:
-    """Find what a text without metadata tells: placement, routes, and 1 + the largest microbatch and slice.
+    """Return what a text without metadata implies: placement, numbers of microbatches and slices, and routes.
 
-    The keys are the fields of a table. The placement is a line, a loop, a V or waves where it matches, else explicit,
-    with one route through all stages. It is bidirectional, with two routes, where stage k lives on rank k and stage p+k
-    on rank p-1-k (as in a V), p > 1, and no microbatch visits both halves.
+    The numbers are 1 + the largest that a cell names. The keys are the fields of a `Table`, and `route_of_microbatch`
+    says by which way through the stages each microbatch goes. The placement is a line, a loop, a V or waves where it
+    matches, else explicit, with one route through all stages. It is bidirectional, with two routes, where stage k lives
+    on rank k and stage p + k on rank p - 1 - k (as in a V), p > 1, and no microbatch visits both halves.
 
     Raises:
         FormatError: for a rank without actions, a stage on two ranks, a gap in the stages, and numbers far beyond the

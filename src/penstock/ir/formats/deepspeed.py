@@ -54,9 +54,11 @@ def to_deepspeed(schedule: Schedule, *, old: bool = False) -> str:
 
 
 def from_deepspeed(text: str, *, file: str = "<text>", name: str = "from DeepSpeed") -> Schedule:
-    """Read what `to_deepspeed` writes; blanks and empty lines do not count.
+    """Read DeepSpeed's lists of instructions, as `to_deepspeed` writes them, into a schedule; empty lines do not count.
 
-    The schedule is called `name`, but that of a `DataParallelSchedule` is `sequential`: so it is written as one again.
+    Each line holds the instructions of one rank. Only forwards and backwards say the order; the schedule that they give
+    is written again, and the text must be equal to that. The schedule is called `name`; that of a
+    `DataParallelSchedule` is called `sequential`, so that it is written as one again.
 
     Raises:
         FormatError: with line and column of the first place that is not what the order of the actions asks for.
@@ -72,8 +74,8 @@ def from_deepspeed(text: str, *, file: str = "<text>", name: str = "from DeepSpe
     for rank, num in zip(ranks, num_forwards, strict=True):
         if num != num_forwards[0]:
             raise rank.fail(1, f"rank {rank.rank} has {num} F; expected {num_forwards[0]}, as rank 0 has")
-    called = SEQUENTIAL if listing is Listing.DATA_PARALLEL else name
-    schedule = Schedule.from_arrays(called, Placement.line(len(ranks)), orders, num_microbatches=num_forwards[0])
+    schedule_name = SEQUENTIAL if listing is Listing.DATA_PARALLEL else name
+    schedule = Schedule.from_arrays(schedule_name, Placement.line(len(ranks)), orders, num_microbatches=num_forwards[0])
     try:
         expected = streams(schedule, listing)
     except ConfigError as error:

@@ -76,7 +76,14 @@ def schedule_from_json(text: str, file: str) -> dict[str, Any]:
 
 
 def program_from_json(text: str, file: str) -> dict[str, Any]:
-    """Read a program; return the fields of a `Program`. Raises: FormatError, as `schedule_from_json`."""
+    """Read a program, which is a schedule with its messages and collectives; return the fields of a `Program`.
+
+    `file` is the name for messages. Beside the cells (one text per instruction), the document has each instruction's
+    peer, which is a stage or a tied group, and its slot, which is the number of a buffer.
+
+    Raises:
+        FormatError: the text is no JSON, a key is missing or unknown, or a value does not fit.
+    """
     reader = JsonReader(file)
     document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS, _UNITS))
     if document.get(_OMITS, True) is not True:
@@ -85,12 +92,13 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
     num_stages = fields["placement"].num_stages
     groups = reader.number_lists(document["tied_groups"], "tied_groups", num_stages - 1)
     units = reader.number_lists(document.get(_UNITS, []), _UNITS, num_stages - 1)
+    # A tied reduction names a tied group as its peer, and any other instruction a stage.
     peer = reader.column(document["peers"], "peers", cells)
     is_tied = cells.op == Op.REDUCE_TIED
-    limit = np.where(is_tied, len(groups), num_stages)
-    wrong = np.flatnonzero((peer >= limit) | (is_tied & (peer != cells.number)))
-    if len(wrong):
-        row = int(wrong[0])
+    num_peers = np.where(is_tied, len(groups), num_stages)
+    wrong_rows = np.flatnonzero((peer >= num_peers) | (is_tied & (peer != cells.number)))
+    if len(wrong_rows):
+        row = int(wrong_rows[0])
         rank = cells.place(row)[0]
         expected_peer = f"the tied group that its text names, below {len(groups)}"
         expected_peer = expected_peer if is_tied[row] else f"below {num_stages}"

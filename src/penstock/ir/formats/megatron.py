@@ -36,8 +36,8 @@ from penstock.placement import Placement
 
 TITLE = "Megatron-LM schedule table"
 FORWARD_ONLY = "forward only"
-_TABLE = "a table of Megatron-LM"
-_refusal = partial(cannot_express, _TABLE)
+_FORMAT_NAME = "a table of Megatron-LM"
+_refusal = partial(cannot_express, _FORMAT_NAME)
 
 _FIELD = re.compile(r"\s*(ranks|group size|warm-up):((?:\s+[0-9]{1,9})+)\s*")
 _PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)|[^\s,\[\]]")
@@ -46,7 +46,7 @@ _PAIR = re.compile(r"\(\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*\)|[^\s,\[\]]")
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The numbers that make a schedule of this form."""
+    """The sizes that define an interleaved 1F1B of Megatron-LM, but for its warm-ups."""
 
     num_ranks: int
     num_microbatches: int
@@ -77,7 +77,7 @@ def to_megatron(schedule: Schedule) -> str:
     Raises:
         ConfigError: if the schedule is of another form.
     """
-    form, warmups = _read_off(schedule)
+    form, warmups = _form_and_warmups(schedule)
     lines = [TITLE, f"ranks: {form.num_ranks}", f"group size: {form.group_size}"]
     lines.append(f"warm-up: {' '.join(map(str, warmups))}" if warmups else FORWARD_ONLY)
     previous = None
@@ -106,8 +106,15 @@ def from_megatron(text: str, *, file: str = "<text>", name: str = "from Megatron
     return Schedule.from_arrays(name, placement, orders, num_microbatches=form.num_microbatches)
 
 
-def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
-    """The numbers of a schedule, and the warm-up of every rank; none where it is forward only."""
+def _form_and_warmups(schedule: Schedule) -> tuple[_Form, list[int]]:
+    """Return the sizes that define an interleaved 1F1B, and the warm-up of each rank; no warm-ups if forward only.
+
+    The sizes are read from the placement and from the forwards of rank 0; a warm-up is the number of forwards that a
+    rank runs before its first forward-backward pair. Megatron-LM's order is then made again from these numbers.
+
+    Raises:
+        ConfigError: the schedule is not interleaved over a loop of ranks, or a rank's order is not Megatron-LM's.
+    """
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
     num_local_stages, rest = divmod(schedule.num_stages, num_ranks)
     loop = Placement.loop(num_ranks, schedule.num_stages)
@@ -115,17 +122,21 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
     is_loop = (placement.rank_of_stage, placement.routes) == (loop.rank_of_stage, loop.routes)
     if rest or num_local_stages < 2 or not is_loop:
         raise _refusal(describe_placement(schedule), "a loop with as many stages on each rank, 2 or more")
-    require_whole_actions(schedule, _TABLE)
-    leading = [_num_leading(schedule.kind[rows] == Kind.FORWARD) for rows in schedule.ranks]
-    first = schedule.ranks[0]
-    stages = schedule.stage[first][schedule.kind[first] == Kind.FORWARD]
-    group_size = max(_num_leading(stages == 0), 1)  # so many microbatches visit a stage of rank 0 in one go
+    require_whole_actions(schedule, _FORMAT_NAME)
+    num_leading_forwards = [_num_leading(schedule.kind[rows] == Kind.FORWARD) for rows in schedule.ranks]
+    # The group size is how many microbatches rank 0 runs in a row on its first stage.
+    rows_of_rank_0 = schedule.ranks[0]
+    stages = schedule.stage[rows_of_rank_0][schedule.kind[rows_of_rank_0] == Kind.FORWARD]
+    group_size = max(_num_leading(stages == 0), 1)
     form = _Form(num_ranks, num_microbatches, num_local_stages, group_size)
-    # A likely cause of another order: here turns stay empty in a last group that has too few for all ranks.
+    # Where the last group has fewer microbatches than ranks, Penstock's own family idles instead of going on with the
+    # next stage. The message names this as the likely cause of an order that differs.
     rest = num_microbatches % group_size
     cause = f" (its last group has {count_of(rest, 'microbatch')} for {num_ranks} ranks; Megatron-LM leaves no turns "
     cause = f"{cause}empty for that)" if 0 < rest < num_ranks else ""
-    warmups = [] if schedule.is_forward_only else [_warmup(form, rank, num) for rank, num in enumerate(leading)]
+    warmups = []
+    if not schedule.is_forward_only:
+        warmups = [_warmup_of_rank(form, rank, num) for rank, num in enumerate(num_leading_forwards)]
     for rank, rows in enumerate(schedule.ranks):
         expected = form.order(rank, warmups[rank] if warmups else None)
         actions = np.column_stack([column[rows] for column in (schedule.kind, schedule.stage, schedule.microbatch)])
@@ -134,10 +145,11 @@ def _read_off(schedule: Schedule) -> tuple[_Form, list[int]]:
 
 
 def _num_leading(claims: Bools) -> int:
+    """Return how many entries are true before the first false one."""
     return int(np.argmin(np.append(claims, False)))
 
 
-def _warmup(form: _Form, rank: int, num_leading: int) -> int:
+def _warmup_of_rank(form: _Form, rank: int, num_leading: int) -> int:
     """The warm-up of a rank by the forwards that stand first; one less than all of them gives the same order as all."""
     num_forwards = form.num_microbatches * form.num_local_stages
     if num_leading < num_forwards:

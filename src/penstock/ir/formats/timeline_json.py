@@ -72,7 +72,9 @@ def timeline_to_json(timeline: Any) -> str:
 
 
 def timeline_from_json(text: str, file: str) -> dict[str, Any]:
-    """Read what `timeline_to_json` wrote; return the fields of a `Timeline`, `data_waits` as plain dictionaries.
+    """Read what `timeline_to_json` wrote; return the fields of a `Timeline`, its `data_waits` as plain dictionaries.
+
+    `file` is the name for messages. Times are seconds, one per instruction of the program.
 
     Raises:
         FormatError: the text is no JSON, or a part of it is missing or wrong; it names the first one.
@@ -88,6 +90,7 @@ def timeline_from_json(text: str, file: str) -> dict[str, Any]:
     times = {name: reader.seconds(document[name], name) for name in ("start_s", "end_s")}
     layer_weights = reader.entries(document, "layer_weights", partial(reader.second, least=0.0))
     lengths = {
+        # Compare the length of each list with what the program asks for; a list that may be empty must then be empty.
         "start_s": (len(times["start_s"]), num_rows),
         "end_s": (len(times["end_s"]), num_rows),
         "message_bytes": (len(message_bytes), num_stages if message_bytes else 0),
