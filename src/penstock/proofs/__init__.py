@@ -96,15 +96,16 @@ def check(
     weight_order: bool = False,
     residency: int | None = None,
 ) -> Facts:
-    """Prove that a schedule or program can run; return what was learnt on the way.
+    """Prove that a schedule or program can run and computes everything once; return what was learnt on the way.
 
-    A program is proved under the model `transport` of how messages travel (`ir.transports`): `posted`, `rendezvous`,
-    `pair_fifo`, `coalesced`, or `all` of them. `memory_limit` is what a rank may hold, for all ranks or
-    one per rank: bytes, as `"20GiB"` or a number, for which `costs` say how large activations are;
-    `"6 microbatches"`, of which each leaves an activation for every stage and slice that a rank runs of it; or
-    `"12 activations"`. Bytes that costs do not give count as 0, and those of messages are counted in programs alone.
-    `weight_order` adds what fused layers with delayed weight gradients need: every stage's `W` in the order of its `I`.
-    `residency` is the most stages of a rank that may be whole at once, in programs that gather them.
+    A program is a schedule with its messages and collectives. It is proved under a model of how messages travel,
+    `transport`: `posted`, `rendezvous`, `pair_fifo`, `coalesced`, or `all` of them (docs/design.md says what each
+    means). `memory_limit` is what a rank may hold, for all ranks or one per rank: bytes, as `"20GiB"` or a number, for
+    which `costs` say how large activations are; `"6 microbatches"`, of which each leaves an activation for every stage
+    and slice that a rank runs of it; or `"12 activations"`. Bytes that costs do not give count as 0, and those of
+    messages are counted in programs alone. `weight_order` also proves that every stage runs its `W` in the order of its
+    `I`, as fused layers with delayed weight gradients need. `residency` is the most stages of a rank whose weights may
+    be gathered (whole) at once, in programs with sharded weights.
 
     Raises:
         ScheduleError: with every violation and a picture of the first ones.
@@ -137,7 +138,10 @@ def prove(
     transport: str = "posted",
     earlier_proof: Proof | None = None,
 ) -> Proof:
-    """Prove what `check` proves; where `earlier_proof` is of a table with the same actions, these are not proved again.
+    """Prove what `check` proves, and keep the proof for tables made from this one.
+
+    `demand` holds the limits and the sizes of activations. Where `earlier_proof` is of a table with the same actions,
+    these are not proved again: only its messages and collectives are.
 
     Raises:
         ScheduleError: with every violation and a picture of the first ones.
@@ -147,19 +151,21 @@ def prove(
         raise ConfigError(f"{described(table)}; expected a Schedule or a Program", key="table")
     models = find_transports(transport)
     subject = Subject(table)
+    # Later proofs need that overlapped pairs are pairs, and that every stage and microbatch exists.
     if not check_pairs(subject):
         subject.raise_if_any()
     names_exist = check_names(subject)
     if names_exist and earlier_proof is not None and earlier_proof.schedule == subject.schedule:
-        # One of two equal tables is kept: they may have millions of rows.
+        # Both tables may have millions of rows, so only the earlier one is kept.
         subject.schedule = earlier_proof.schedule
         order = _Order(True, earlier_proof.start, earlier_proof.facts.num_messages)
-        counts = earlier_proof.facts.peak_activations
+        peak_counts = earlier_proof.facts.peak_activations
     else:
         order = _prove_order(subject, names_exist)
-        counts = peak_activations(table)
+        peak_counts = peak_activations(table)
+    # Violations of memory, residency and messages are collected, and raised all at once.
     sizes = demand.sizes(table)
-    num_bytes = check_limit(subject, counts, sizes, demand.limit)
+    num_bytes = check_limit(subject, peak_counts, sizes, demand.limit)
     is_program = isinstance(table, Program)
     peak_whole = check_residency(subject, demand.residency) if is_program else None
     messages = _prove_program(subject, order.start, models) if is_program and order.is_whole else None
@@ -170,7 +176,7 @@ def prove(
     facts = Facts(
         num_actions=subject.schedule.num_actions,
         num_messages=order.num_messages,
-        peak_activations=counts,
+        peak_activations=peak_counts,
         peak_bytes=num_bytes,
         static_bytes=None if sizes is None else sizes.static_of_ranks(table.placement).tolist(),
         not_counted=() if sizes is None else tuple(dict.fromkeys(sizes.not_given + uncounted_fields)),

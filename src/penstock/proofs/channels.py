@@ -191,15 +191,18 @@ def find_exchanges(barriers: Sequence[Barrier]) -> Messages:
 
 
 def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages) -> Messages:
-    """Prove that messages are received in the order of their sends, after their makers and before their consumers.
+    """Prove that each channel's receives are in the order of its sends; add a violation where they are not.
 
-    Return them, without the exchanges, channel after channel, in the order of the sends. Of a channel, one difference
-    is reported.
+    A channel is the ordered queue of messages from one rank to one other rank. `parts` are its plain messages, and
+    `exchanges` the sends and receives of tied gradients, which use the same channels. It is also proved that a send
+    comes after the row that makes its message, and a receive before the row that consumes it. Only the first difference
+    of a channel is reported. Return the messages of `parts`, channel after channel, in the order of their sends.
     """
     messages = join_messages(parts)
     send = np.concatenate([messages.send, exchanges.send])
     receive = np.concatenate([messages.receive, exchanges.receive])
     channel = np.concatenate([messages.channel(subject), exchanges.channel(subject)])
+    # Sort all messages by channel and send, and by channel and receive: the two orders must be the same.
     by_send = np.argsort(channel * subject.table.num_rows + send)
     by_receive = np.argsort(channel * subject.table.num_rows + receive)
     differs = np.flatnonzero(by_send != by_receive)
@@ -208,7 +211,7 @@ def check_order(subject: Subject, parts: Sequence[Messages], exchanges: Messages
         _add_swapped(subject, int(send[first_sent]), int(receive[first_received]))
     messages_by_send = by_send[by_send < len(messages.send)]
     in_order = Messages(*(end[messages_by_send] for end in messages))
-    # A message is made before its send and received before its consumer.
+    # Within a rank, a message is made before its send and received before its consumer.
     for index in np.flatnonzero(in_order.send < in_order.producer).tolist():
         row, maker = int(in_order.send[index]), int(in_order.producer[index])
         problem = f"is before {subject.place(maker, seen_from=row)}, which makes its message"

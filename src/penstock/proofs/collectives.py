@@ -38,30 +38,36 @@ class Barrier:
 
 
 def check_collectives(subject: Subject) -> list[Barrier] | None:
-    """Prove the collectives of a program; return those that join ranks, or None if something is wrong."""
+    """Prove that every gradient is reduced once and that collectives can run; return the collectives that join ranks.
+
+    Those are tied reductions (sums of the copies of one parameter on several ranks) and the optimizer step; reductions
+    over replicas join no ranks of a pipeline. Violations are added to `subject`; if there are any, return None.
+    """
     program = subject.program
-    num_found = len(subject.violations)
-    last = program.last_backwards()
-    _check_reductions(subject, last)
+    num_earlier_violations = len(subject.violations)
+    last_backwards = program.last_backwards()
+    _check_reductions(subject, last_backwards)
     barriers = _find_barriers(subject)
     is_complete = not program.is_forward_only and not leaves_reductions_out(program)
+    # A unit (stages of a rank that share a sharded parameter) is reduced as one, so a reduction covers all its stages.
     if is_complete:
-        reduced = program.stage[program.op == REDUCES_STAGE]
-        is_reduced = is_sharded(program) & np.isin(program.unit_of_stage, program.unit_of_stage[reduced])
-        is_reduced[reduced] = True
-        for stage in np.flatnonzero((last >= 0) & ~is_reduced).tolist():
+        reduced_stages = program.stage[program.op == REDUCES_STAGE]
+        is_reduced = is_sharded(program) & np.isin(program.unit_of_stage, program.unit_of_stage[reduced_stages])
+        is_reduced[reduced_stages] = True
+        for stage in np.flatnonzero((last_backwards >= 0) & ~is_reduced).tolist():
             text = f"{stage}{OPERATIONS[REDUCES_STAGE].text}"
             problem = f"is the last backward of stage {stage}, whose gradient is never reduced; expected one {text}"
-            subject.add(int(last[stage]), f"{problem} after it", f"Add {text} after it")
+            subject.add(int(last_backwards[stage]), f"{problem} after it", f"Add {text} after it")
+    # Members of a tied group all reduce or none; `barriers` has the step under the index behind the last group.
     for index in range(len(program.tied_groups)):
         if is_complete or index in barriers:
             _check_tied_members(subject, index, barriers.get(index))
-    step = barriers.get(len(program.tied_groups))
-    if step is not None:
-        _check_step(subject, step)
-    if len(subject.violations) == num_found:
+    step_barrier = barriers.get(len(program.tied_groups))
+    if step_barrier is not None:
+        _check_step(subject, step_barrier)
+    if len(subject.violations) == num_earlier_violations:
         _check_total_order(subject, list(barriers.values()))
-    return list(barriers.values()) if len(subject.violations) == num_found else None
+    return list(barriers.values()) if len(subject.violations) == num_earlier_violations else None
 
 
 def leaves_reductions_out(program: Program) -> bool:
@@ -69,36 +75,42 @@ def leaves_reductions_out(program: Program) -> bool:
     return program.omits_reductions and not len(program.rows_of(NEEDS_BACKWARD))
 
 
-def _check_reductions(subject: Subject, last: Int64s) -> None:
-    """Prove that each gradient is reduced once, after the last backward of its stage, the rows in `last`."""
+def _check_reductions(subject: Subject, last_backwards: Int64s) -> None:
+    """Prove that each gradient is reduced once, after the last backward of its stage.
+
+    `last_backwards` [num_stages] is the row of each stage's last backward, negative for none. Violations are added to
+    `subject`. Reductions of sharded units, which may reduce what they have so far several times, are left to
+    `_check_units`.
+    """
     program = subject.program
     updates = program.rows_of(NEEDS_BACKWARD)
     reductions = program.rows_of(IS_REDUCTION)
     is_of_unit = is_sharded(program)[program.stage[reductions]] & REDUCES_REPLICAS[program.op[reductions]]
-    of_units = reductions[is_of_unit]
-    _check_units(subject, last, of_units)
+    unit_reductions = reductions[is_of_unit]
+    _check_units(subject, last_backwards, unit_reductions)
     # Here and below, np.setdiff1d would import numpy.ma: a third of the time that a process waits for its first plan.
     reductions = reductions[~is_of_unit]
-    for row in reductions[reductions < last[program.stage[reductions]]].tolist():
-        last_row = int(last[program.stage[row]])
+    for row in reductions[reductions < last_backwards[program.stage[reductions]]].tolist():
+        last_row = int(last_backwards[program.stage[row]])
         place = subject.place(last_row, seen_from=row)
         subject.add(
             row,
             f"runs before {place}, the last backward of its stage: the gradient is not whole yet",
             f"Move it after {subject.text(last_row)}",
         )
+    # A reduction without any backward has nothing to reduce.
     is_local = ~JOINS_RANKS[program.op[updates]] | program.is_forward_only
-    for row in updates[is_local & (last[program.stage[updates]] < 0)].tolist():
+    for row in updates[is_local & (last_backwards[program.stage[updates]] < 0)].tolist():
         subject_name = "the program" if program.is_forward_only else f"stage {program.stage[row]}"
         subject.add(row, f"belongs to training, but {subject_name} has no backward", "Drop it")
-    # Of one stage, the gradient is reduced once, and once per tied group.
+    # A stage's gradient is reduced once over replicas, and once per tied group; group 0 stands for the replicas.
     is_tied = JOINS_RANKS[program.op[reductions]]
     group = np.where(is_tied, program.peer[reductions].astype(np.int64) + 1, 0)
-    key = program.stage[reductions] + program.num_stages * group
-    is_again = np.ones(len(key), np.bool_)
-    is_again[np.unique(key, return_index=True)[1]] = False
+    gradient = program.stage[reductions] + program.num_stages * group
+    is_again = np.ones(len(gradient), np.bool_)
+    is_again[np.unique(gradient, return_index=True)[1]] = False
     for index in np.flatnonzero(is_again).tolist():
-        earlier = int(reductions[np.flatnonzero(key == key[index])[0]])
+        earlier = int(reductions[np.flatnonzero(gradient == gradient[index])[0]])
         problem = f"reduces the same gradient again as {subject.place(earlier)}"
         subject.add(int(reductions[index]), problem, "Drop one of the two")
 

@@ -278,41 +278,47 @@ _WALK = Hot(_walk_rows, _apply, _cell_of)
 
 
 def _report(subject: Subject, events: _Events, value: Value) -> None:
-    """Add the violations of values of one kind: reads without a value, values made twice, values that nobody uses."""
+    """Add a violation for each read of a value that is not there, value made twice, and value that nobody uses.
+
+    `value` is the sort of value (activations, messages, weights and so on), and a cell is the place of one of them: of
+    one stage, microbatch and slice. `events` are all its makes, reads and frees, cell after cell in the order in which
+    rows run.
+    """
     cell, row, index_of_event = events.cell, events.row, np.arange(len(events.cell))
     is_make, is_first = events.effect == MAKE, np.append(True, cell[1:] != cell[:-1])
-    first = np.maximum.accumulate(np.where(is_first, index_of_event, 0))
-    # `latest` is the last event before each one that made or freed a value. Where it is of another value, this value
-    # has none.
-    changes = np.maximum.accumulate(np.where(events.effect != READ, index_of_event, NONE))
-    latest = np.append(NONE, changes[:-1])
-    has_latest = latest >= first
+    first_of_cell = np.maximum.accumulate(np.where(is_first, index_of_event, 0))
+    # `latest` is the last make or free before each event. Where that is of an earlier cell, this cell has none yet.
+    latest_change = np.maximum.accumulate(np.where(events.effect != READ, index_of_event, NONE))
+    latest = np.append(NONE, latest_change[:-1])
+    has_latest = latest >= first_of_cell
     is_alive = has_latest & is_make[latest]
     if value in OF_STAGE:
         is_made = np.zeros(int(cell.max()) + 1, np.bool_)
         is_made[cell[is_make]] = True
-        is_alive |= ~has_latest & ~is_made[cell]  # from the start
+        is_alive |= ~has_latest & ~is_made[cell]  # a value of a stage that no row makes is there from the start
+    # Reads and frees need a value that is alive.
     for index in np.flatnonzero(~is_make & ~is_alive).tolist():
         freer = subject.place(int(row[latest[index]]), seen_from=int(row[index])) if has_latest[index] else ""
         problem = f"{freer} has freed before" if freer else "no row before it makes"
         fix = f"Move it before {freer}" if freer else "Add what makes it"
-        subject.add(int(row[index]), f"reads {_name(subject, int(cell[index]), value)}, which {problem}", fix)
+        subject.add(int(row[index]), f"reads {_value_name(subject, int(cell[index]), value)}, which {problem}", fix)
+    # A gradient may be made again, since backwards add to it.
     if value is Value.GRADIENT:
         return
     for index in np.flatnonzero(is_make & is_alive).tolist():
         maker = subject.place(int(row[latest[index]]), seen_from=int(row[index]))
         problem = f"{maker} has made, and nothing has {'dropped since' if value is Value.WEIGHTS else 'used'}"
-        name = _name(subject, int(cell[index]), value)
+        name = _value_name(subject, int(cell[index]), value)
         subject.add(int(row[index]), f"makes {name}, which {problem}", "Drop one of the two")
     if value is Value.WEIGHTS:
         return
     is_last = np.append(is_first[1:], True)
     for index in np.flatnonzero(is_last & is_make).tolist():
-        name = _name(subject, int(cell[index]), value)
+        name = _value_name(subject, int(cell[index]), value)
         subject.add(int(row[index]), f"makes {name}, which nothing uses", "Add what uses it, or drop it")
 
 
-def _name(subject: Subject, cell: int, value: Value) -> str:
+def _value_name(subject: Subject, cell: int, value: Value) -> str:
     """Name the value of a cell."""
     text, table = value.name.lower().replace("_", " "), subject.table
     if value in OF_STAGE:

@@ -116,13 +116,17 @@ def _timestamps_by_ends(subject: Subject, messages: Sequence[Messages], start: S
 
 
 def _rank_keeps(rank: int, begin: int, end: int, rows: Rows, last_messages: LastMessages) -> int:
-    """Return how many of the conditions one rank's rows keep: 5, 4, or 0 where one of the first four is broken.
+    """Return how many of the five conditions in the module's docstring one rank's rows keep: 5, 4, or 0.
 
-    `begin` and `end` bound the rows of the rank; `last_messages` is written.
+    With 4 or more, logical timestamps show that the program cannot deadlock; only the transport model `coalesced` needs
+    the fifth. It is 0 where one of the first four is broken: actions and sends in the order of their timestamps,
+    receives before everything later, messages with one other rank in order, and collectives behind all of these.
+    `begin` and `end` bound the rows of the rank. `last_messages` holds, per other rank, the timestamp of the last
+    message; it is written.
     """
     op, roles, timestamp, peer, rank_of_stage = rows
-    last_message_time, written_by = last_messages.time, last_messages.written_by
-    last_time, last_time_or_receive = -1, -1
+    last_message_time, written_by_rank = last_messages.time, last_messages.written_by
+    last_time, last_time_with_receives = -1, -1
     has_joined = False
     num_conditions = 5
     for row in range(begin, end):
@@ -131,19 +135,20 @@ def _rank_keeps(rank: int, begin: int, end: int, rows: Rows, last_messages: Last
             has_joined = has_joined or role == JOIN
             continue
         time = timestamp[row]
-        if has_joined or time < last_time:  # `last` ignores receives, so this breaks 1, 2 or 4
+        if has_joined or time < last_time:  # `last_time` leaves receives out, so this breaks 1, 2 or 4
             return 0
-        if time < last_time_or_receive:  # the same with receives breaks 5
+        if time < last_time_with_receives:  # with receives, this breaks 5
             num_conditions = 4
-        last_time_or_receive = max(time, last_time_or_receive)
+        last_time_with_receives = max(time, last_time_with_receives)
         if role != RECEIVE:
             last_time = time
         if role != COMPUTE:
             peer_rank = rank_of_stage[peer[row]]
-            # Condition 3. An entry that an earlier rank wrote is stale: to compare ranks is cheaper than to clear all.
-            if written_by[peer_rank] == rank and time < last_message_time[peer_rank]:
+            # Condition 3: messages of a pair of ranks are in order. An entry that an earlier rank wrote is stale: to
+            # compare ranks is cheaper than to clear all entries for each rank.
+            if written_by_rank[peer_rank] == rank and time < last_message_time[peer_rank]:
                 return 0
-            written_by[peer_rank] = rank
+            written_by_rank[peer_rank] = rank
             last_message_time[peer_rank] = time
     return num_conditions
 

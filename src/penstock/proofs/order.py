@@ -165,23 +165,27 @@ def _add_duplicates(subject: Subject, key: Array) -> None:
 
 
 def _add_lacks(subject: Subject, is_there: Bools, last: Int64s, expected: Bools) -> None:
-    """Add a violation for each action that lacks another one, and for those that are not there at all.
+    """Add a violation for each action whose partner is missing, and for what a stage should run and never does.
 
-    `is_there` and `last` are [num_kinds, num_stages, num_microbatches, num_slices]: whether the table has an action,
-    and its last row.
+    A forward needs a backward and the reverse; an input gradient (I) and a weight gradient (W) need each other, and a
+    whole backward (B) must stand alone. The arrays are [num_kinds, num_stages, num_microbatches, num_slices]:
+    `is_there` whether the table has an action and `last` its last row; `expected` [num_stages, num_microbatches,
+    num_slices] whether its route visits the stage.
     """
     forward, backward, inputs, weights, recompute = is_there
     has_backward = backward | inputs | weights
-    trains = not subject.schedule.is_forward_only
+    is_training = not subject.schedule.is_forward_only
 
     def row_of(kind: Kind, place: Place) -> int:
         return int(subject.action_row[last[(KIND_INDEX[kind], *place)]])
 
+    # A whole backward computes what I and W would compute again.
     for place in _places(backward & (inputs | weights)):
-        part = Kind.BACKWARD_INPUT if inputs[place] else Kind.BACKWARD_WEIGHT
-        part_place = subject.place(row_of(part, place))
-        problem = f"computes again what {part_place} computes; expected one B, or one I and one W"
+        half = Kind.BACKWARD_INPUT if inputs[place] else Kind.BACKWARD_WEIGHT
+        half_place = subject.place(row_of(half, place))
+        problem = f"computes again what {half_place} computes; expected one B, or one I and one W"
         subject.add(row_of(Kind.BACKWARD, place), problem, "Drop the B, or the I and the W")
+    # Each line: where an action lacks its partner, the action that is there, and the one that is missing.
     for lacks_action, kind, missing_kind, problem, fix in (
         (inputs & ~weights & ~backward, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *_NO_WEIGHT_GRADIENT),
         (weights & ~inputs & ~backward, Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT, *_NO_INPUT_GRADIENT),
@@ -189,12 +193,13 @@ def _add_lacks(subject: Subject, is_there: Bools, last: Int64s, expected: Bools)
         (backward & ~forward, Kind.BACKWARD, Kind.FORWARD, *_NO_FORWARD),
         (inputs & ~backward & ~forward, Kind.BACKWARD_INPUT, Kind.FORWARD, *_NO_FORWARD),
         (weights & ~backward & ~inputs & ~forward, Kind.BACKWARD_WEIGHT, Kind.FORWARD, *_NO_FORWARD),
-        (forward & ~has_backward & trains, Kind.FORWARD, Kind.BACKWARD, *_NO_BACKWARD),
+        (forward & ~has_backward & is_training, Kind.FORWARD, Kind.BACKWARD, *_NO_BACKWARD),
     ):
         for place in _places(lacks_action):
             text = str(Action(missing_kind, *place))
             subject.add(row_of(kind, place), problem.format(text), fix.format(text))
-    kinds = (Kind.FORWARD, Kind.BACKWARD) if trains else (Kind.FORWARD,)
+    # Where a stage never runs a microbatch, runs of such microbatches are one violation.
+    kinds = (Kind.FORWARD, Kind.BACKWARD) if is_training else (Kind.FORWARD,)
     for first, end in _runs(_places(expected & ~forward & ~has_backward)):
         _add_absent(subject, kinds, first, end)
 
