@@ -70,19 +70,22 @@ def lower(
     units: StageGroups = (),
     start: Starts | None = None,
 ) -> Program:
-    """Make the program of a schedule: messages, gradient reductions, on request gathers, step and offloads, buffers.
+    """Make the program of a schedule, which also says when messages travel, gradients are reduced and buffers used.
 
-    The result passes `penstock.check` under the named `transport` for every feasible order. For
-    `coalesced` (and `all`) no receive is posted ahead, and it passes under every one; the others share one program.
-    `tied_groups` are groups of stages that hold copies of one parameter, at most one of each rank; `offload` are the
-    stages that move what they keep of a forward to the host until shortly before its backward; `start` are the starts
-    of the schedule's untimed walk, if known.
+    On request it has gathers of sharded weights, an optimizer step, and offloads of activations to the host. The
+    result passes `penstock.check` under the model of messages that `transport` names, whatever the order of the
+    schedule. Under `posted`, `rendezvous` and `pair_fifo` the program is the same, with receives posted ahead of their
+    use; under `coalesced` and `all` no receive is posted ahead, and the program passes under all models.
 
-    `shard="full"` gathers the weights of a stage for as long as it is used: at most `residency` stages of a rank are
+    `tied_groups` are groups of stages that hold copies of one parameter, at most one stage of each rank. `offload` are
+    stages whose activations are on the host until shortly before their backward. `start` are the starts of the
+    schedule's actions in an untimed walk (`ir.linear_extension`), if the caller knows them.
+
+    `shard="full"` gathers the weights of a stage for as long as they are used: at most `residency` stages of a rank are
     whole at once (None: all), and a gather starts `look_ahead` computations before its first use, if there is room.
-    Whole gradients are reduced before their stage is dropped. `shard="optimizer"` is the same with all stages whole:
-    each is gathered once, reduced once behind its last backward, and dropped then. `units` are groups of stages of one
-    rank that share a parameter; each is gathered, reduced and dropped as one stage.
+    Whole gradients are reduced before their stage is dropped. `shard="optimizer"` gathers each stage once and keeps it,
+    without regard to `residency`; its gradients are reduced once behind its last backward, and then it is dropped.
+    `units` are groups of stages of one rank that share a parameter; each is gathered, reduced and dropped as one stage.
 
     Raises:
         ConfigError: for anything but a schedule, an unknown transport or `shard`, a stage in `offload` that does not
@@ -98,6 +101,7 @@ def lower(
     sorted_units = tuple(tuple(sorted(set(unit))) for unit in units) if gather_passes else ()
     program = Program.from_schedule(schedule, tied_groups=groups, units=sorted_units)
     in_groups = COALESCED in find_transports(transport)
+    # Each pass takes a valid program and returns a valid one.
     passes: tuple[Pass, ...] = (
         partial(add_messages, start=start, in_groups=in_groups),
         *(() if in_groups else (post_receives_ahead,)),

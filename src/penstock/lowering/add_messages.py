@@ -40,39 +40,42 @@ An operation that makes no message has no row in the two other roles, and stands
 
 
 def add_messages(program: Program, start: Starts | None = None, *, in_groups: bool = False) -> Program:
-    """Add sends and receives to a program of compute instructions.
+    """Add a send and a receive for each value that goes to another rank, to a program of compute instructions.
 
-    `start` are the starts of an untimed walk, where they are known already. `in_groups` puts both ends of a message
-    where its maker ends, for ranks whose messages between two computations travel together.
+    All actions of all ranks have one order that keeps every dependency: by their starts in a walk in which a whole
+    backward takes two units and all else one (`start`, if the caller knows them). In this order, the send and the
+    receive come right after the action that makes the value. With `in_groups` they come where that action ends, for
+    ranks that post all messages between two computations together.
 
     Raises:
         ScheduleError: if the order cannot run at all; `penstock.check` says why.
     """
-    starts = _starts(program) if start is None else start
-    peer = _peers(program)
-    layout = _lay_out(program, starts, peer, in_groups=in_groups)
+    starts = _untimed_starts(program) if start is None else start
+    peer = _receiver_stages(program)
+    layout = _layout_of_rows(program, starts, peer, in_groups=in_groups)
     num_rows = len(layout.action)
     columns: dict[str, Any] = {name: np.zeros(num_rows, getattr(program, name).dtype) for name in Program.COLUMNS}
     columns_to_copy = [name for name in ("microbatch", "slice") if getattr(program, name).any()]  # zeros stay zeros
     has_pairs = bool(program.joined.any())
-    for part in blocks(num_rows):
-        action, role = layout.action[part].astype(np.intp), layout.role[part]
+    # `layout` has, per new row, the action that it comes from and its role: that action, its send or its receive.
+    for block in blocks(num_rows):
+        action, role = layout.action[block].astype(np.intp), layout.role[block]
         maker_stage, receiver_stage = program.stage.take(action), peer.take(action)
         op_of_action = program.op.take(action)
         # `take` with flat indices is several times faster than OP_BY_ROLE[role, op_of_action], with the same result.
-        columns["op"][part] = OP_BY_ROLE.take(len(Op) * role.astype(np.intp) + op_of_action)
+        columns["op"][block] = OP_BY_ROLE.take(len(Op) * role.astype(np.intp) + op_of_action)
         # A receive runs on the receiving stage with the maker as its peer; a send the other way around. The row of an
         # action has its own stage as its peer.
-        columns["stage"][part] = np.where(role == RECEIVE, receiver_stage, maker_stage)
-        columns["peer"][part] = np.where(role == SEND, receiver_stage, maker_stage)
+        columns["stage"][block] = np.where(role == RECEIVE, receiver_stage, maker_stage)
+        columns["peer"][block] = np.where(role == SEND, receiver_stage, maker_stage)
         for name in columns_to_copy:
-            columns[name][part] = getattr(program, name).take(action)
+            columns[name][block] = getattr(program, name).take(action)
         if has_pairs:
-            columns["joined"][part] = program.joined.take(action) & (role == ACTION)
+            columns["joined"][block] = program.joined.take(action) & (role == ACTION)
     return replace(program, **columns, offsets=layout.offsets)
 
 
-def _starts(program: Program) -> Starts:
+def _untimed_starts(program: Program) -> Starts:
     """[num_actions] the starts of an untimed walk of a program of actions."""
     walk = walk_untimed(program, predecessors(program))
     if not walk.is_complete:
@@ -80,7 +83,7 @@ def _starts(program: Program) -> Starts:
     return whole_starts(walk)
 
 
-def _peers(program: Program) -> Ints:
+def _receiver_stages(program: Program) -> Ints:
     """[num_actions] the stage on another rank that receives the message which the action makes, or `NONE`."""
     rank_of_stage = np.array(program.placement.rank_of_stage)
     # [num_ops, num_stages] the receiving stage by the operation and stage of an action
@@ -107,7 +110,7 @@ class _Layout:
     """[num_ranks + 1] where the rows of each rank begin, as in `Table`."""
 
 
-def _lay_out(program: Program, start: Starts, peer: Ints, *, in_groups: bool) -> _Layout:
+def _layout_of_rows(program: Program, start: Starts, peer: Ints, *, in_groups: bool) -> _Layout:
     """Decide which rows each rank of the new program has; `peer` is the receiving stage of each action's message."""
     rank = program.rank_of_row
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)

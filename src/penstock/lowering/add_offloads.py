@@ -21,7 +21,10 @@ from penstock.ir.recompute import chosen_stages
 
 
 def add_offloads(program: Program, stages: Iterable[int], ahead: int = 1) -> Program:
-    """Add an OFFLOAD and a RELOAD for each microbatch (and slice) of these stages.
+    """Add an OFFLOAD and a RELOAD per microbatch: activations of these stages wait on the host for their backward.
+
+    The OFFLOAD comes after the forward, and the RELOAD starts `ahead` computations before the first row that reads the
+    activation. Without a whole computation between the forward and the RELOAD, the activation stays on the device.
 
     Raises:
         ConfigError: for a stage that the program does not have, and for anything but 0 or more computations `ahead`.
@@ -35,15 +38,16 @@ def add_offloads(program: Program, stages: Iterable[int], ahead: int = 1) -> Pro
     if program.is_forward_only:
         problem = "it has no backward, so no stage keeps anything that could be offloaded"
         raise ScheduleError(f"{program.name}: {problem}; leave out offload, or give a schedule with backwards")
-    forward, reader = _forwards_and_readers(program, chosen)
-    # Computations are counted with an overlapped pair as one; `first_row` is the row at which each begins.
+    forward_row, reader_row = _forwards_and_readers(program, chosen)
+    # Count computations, an overlapped pair as one; `first_row` is the row at which each begins.
     begins = program.is_compute & ~np.append(False, program.joined[:-1])
     first_row, computation_of_row = np.flatnonzero(begins), np.cumsum(begins) - 1
-    reloaded_ahead_of = computation_of_row[reader] - ahead
-    is_far = reloaded_ahead_of - computation_of_row[forward] >= 2
-    forward, reload_row = forward[is_far], first_row[reloaded_ahead_of[is_far]]
-    row, op = np.tile(forward, 2), np.repeat([Op.OFFLOAD, Op.RELOAD], len(forward))
-    key = np.concatenate([NewRows.after(forward + program.joined[forward]), NewRows.before(reload_row)])
+    computation_after_reload = computation_of_row[reader_row] - ahead
+    is_far = computation_after_reload - computation_of_row[forward_row] >= 2
+    forward_row, reload_row = forward_row[is_far], first_row[computation_after_reload[is_far]]
+    # Insert both copies: the first half of the new rows are OFFLOADs, the second half RELOADs.
+    row, op = np.tile(forward_row, 2), np.repeat([Op.OFFLOAD, Op.RELOAD], len(forward_row))
+    key = np.concatenate([NewRows.after(forward_row + program.joined[forward_row]), NewRows.before(reload_row)])
     rank, stage = program.rank_of_row[row], program.stage[row]
     return program.inserted(NewRows(key, rank, op, stage, program.microbatch[row], program.slice[row], stage))
 

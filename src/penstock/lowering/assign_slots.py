@@ -111,41 +111,45 @@ def _give_slot(pool: int, slot: int, free: Any, num_free: Any) -> None:
 
 
 def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, pools: Pools) -> None:
-    """Fill in the slots of one rank's rows, `begin` to `end`, which run in order: take slots before a row, free after.
+    """Give the rows `begin` to `end` of one rank their slots: numbers of buffers, in three pools per rank.
 
-    `code` is the number of the operation of a row, and `cell` its (stage, microbatch, slice).
+    Activations, received messages and messages to send have a pool each. Rows run in order: a row takes the slots that
+    it needs, and frees after it what no later row reads. `rules` says, by the number of an operation, what it takes and
+    frees. A cell is one (stage, microbatch, slice); `cells` remembers the slots that each cell has in use.
     """
     op, joined, identity, slot = rows
     free, num_free, num_used = pools
     for row in range(begin, end):
-        code, cell = op[row], identity[row]
-        if rules.names_slot[code]:
-            if rules.takes_activation[code]:
+        operation, cell = op[row], identity[row]
+        # Take the slots of this row.
+        if rules.names_slot[operation]:
+            if rules.takes_activation[operation]:
                 cells.activation_slot[cell] = _take_slot(ACTIVATION, free, num_free, num_used)
             # Later rows name the slot of their F, so that the runtime finds what was saved.
             slot[row] = cells.activation_slot[cell]
-            direction = rules.direction_made[code]
+            direction = rules.direction_made[operation]
             if direction >= 0 and cells.is_sent[direction, cell]:
                 # A result without a send stays on this rank, and needs no buffer.
                 cells.send_slot[direction, cell] = _take_slot(SEND, free, num_free, num_used)
-        elif rules.is_send[code]:
-            slot[row] = cells.send_slot[rules.direction_moved[code], cell]
-        elif rules.is_receive[code]:
+        elif rules.is_send[operation]:
+            slot[row] = cells.send_slot[rules.direction_moved[operation], cell]
+        elif rules.is_receive[operation]:
             slot[row] = _take_slot(RECEIVE, free, num_free, num_used)
-            cells.received_slot[rules.direction_moved[code], cell] = slot[row] + 1
+            cells.received_slot[rules.direction_moved[operation], cell] = slot[row] + 1
         if joined[row]:
             continue  # a pair frees after its second row: neither may reuse what the other still reads
+        # Free what this row, or both rows of a pair, read last.
         first = row - 1 if row > begin and joined[row - 1] else row
         for member in range(first, row + 1):
-            code = op[member]
-            if rules.frees_activation[code]:
+            operation = op[member]
+            if rules.frees_activation[operation]:
                 _give_slot(ACTIVATION, slot[member], free, num_free)
             # 0 where nothing was received: a stage of this rank made the value, or the route begins here.
-            direction = rules.direction_consumed[code]
+            direction = rules.direction_consumed[operation]
             received = cells.received_slot[direction, identity[member]] if direction >= 0 else 0
             if received > 0:
                 _give_slot(RECEIVE, received - 1, free, num_free)
-            if rules.is_send[code]:
+            if rules.is_send[operation]:
                 _give_slot(SEND, slot[member], free, num_free)
 
 

@@ -41,35 +41,40 @@ class Stays(NamedTuple):
 
 
 def place_gathers(program: Program, residency: int | None = 2, look_ahead: int = 1) -> Program:
-    """Add an UNSHARD and a RESHARD for each time that the weights of a unit become whole.
+    """Add an UNSHARD and a RESHARD around each time that the weights of a unit are whole.
 
-    At most `residency` units of a rank are whole at once; None: all.
+    A unit is a stage, or stages of a rank that share a parameter; the weights of a unit are sharded over replicas and
+    gathered as one. At most `residency` units of a rank are whole at once (None: all). A gather starts `look_ahead`
+    computations before its first use, if there is room.
 
     Raises:
         ConfigError: for anything but a `residency` of 1 or more, or of 2 or more where an overlapped pair uses two
             units, and for anything but 0 or more computations to `look_ahead`.
     """
-    _require(residency, look_ahead)
+    _require_options(residency, look_ahead)
+    # Count computations, an overlapped pair as one.
     begins = program.is_compute & ~np.append(False, program.joined[:-1])
     first_row = np.flatnonzero(begins)  # of each computation
-    unit, second_unit = _uses(program, first_row)
+    unit, second_unit = _used_units(program, first_row)
     most_units = _most_units(program, residency)
     if (most_units[program.rank_of_row[first_row[second_unit >= 0]]] < 2).any():
         problem = f"1, but {program.name} has overlapped pairs of two stages, which are whole at the same time"
         raise ConfigError(f"{problem}; give 2 or more", key="residency")
-    stays = _stays(program, first_row, unit, second_unit, most_units, look_ahead)
+    # A stay is the time from a gather of a unit until it is dropped.
+    stays = _choose_stays(program, first_row, unit, second_unit, most_units, look_ahead)
     last_row = first_row[stays.last]
     key = np.concatenate([
         NewRows.before(first_row[stays.gather]),
         NewRows.after(behind_sends(program, last_row + program.joined[last_row])),
     ])  # fmt: skip
+    # Insert both rows of each stay: the first half of the new rows are UNSHARDs, the second half RESHARDs.
     unit, zeros = np.tile(stays.unit, 2), np.zeros(len(key), np.int32)
     rank = np.array(program.placement.rank_of_stage)[unit]
     op = np.repeat([Op.UNSHARD, Op.RESHARD], len(stays.unit))
     return program.inserted(NewRows(key, rank, op, unit, zeros, zeros, unit))
 
 
-def _require(residency: object, look_ahead: object) -> None:
+def _require_options(residency: object, look_ahead: object) -> None:
     def is_number(value: object, smallest: int) -> bool:
         return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= smallest)
 
@@ -87,7 +92,7 @@ def _most_units(program: Program, residency: int | None) -> NDArray[np.int64]:
     return num_units if residency is None else np.minimum(num_units, residency)
 
 
-def _uses(program: Program, first_row: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _used_units(program: Program, first_row: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """[num_computations] the unit that a computation uses, and the second one that an overlapped pair uses, else -1."""
     unit_of_stage = program.unit_of_stage.astype(np.int32)
     unit, second_unit = unit_of_stage[program.stage[first_row]], np.full(len(first_row), -1, np.int32)
@@ -97,7 +102,7 @@ def _uses(program: Program, first_row: NDArray[np.intp]) -> tuple[NDArray[np.int
     return unit, second_unit
 
 
-def _stays(
+def _choose_stays(
     program: Program,
     first_row: NDArray[np.intp],
     unit: NDArray[np.int32],
@@ -115,45 +120,59 @@ def _stays(
     return Stays(*(column[:count] for column in stays))
 
 
-def _begin_of_room(use: int, earliest: int, most: int, num_whole: Any) -> int:
+def _first_with_room(use: int, earliest: int, max_whole: int, num_whole: Any) -> int:
     """Return the first computation, `earliest` or later, from which there is room for a unit until just before `use`.
 
-    There is room at a computation where fewer than `most` units are whole.
+    There is room at a computation where fewer than `max_whole` units are whole.
     """
     begin = use
-    while begin > earliest and num_whole[begin - 1] < most:
+    while begin > earliest and num_whole[begin - 1] < max_whole:
         begin -= 1
     return begin
 
 
 def _place_all(
-    offsets: Any, most: Any, ahead: int, unit: Any, second_unit: Any, num_whole: Any, stay_of_unit: Any, stays: Stays
+    offsets: Any,
+    max_whole: Any,
+    ahead: int,
+    unit: Any,
+    second_unit: Any,
+    num_whole: Any,
+    stay_of_unit: Any,
+    stays: Stays,
 ) -> int:
-    """Fill in `stays` from the uses of units on each rank, in order; return the number of stays.
+    """Fill `stays`, the times for which units are whole, from the uses of units on each rank; return their number.
 
-    `num_whole` counts the whole units at each computation; at first those that the computation uses itself.
+    A unit is a stage or several that are gathered as one. Computations are numbered over all ranks, an overlapped pair
+    as one; `offsets` [num_ranks + 1] says where each rank's begin. `unit` and `second_unit` [num_computations] are the
+    units that each uses, -1 for none. `max_whole` [num_ranks] is the most units that may be whole at once. `num_whole`
+    [num_computations] counts whole units; at first it counts those that the computation uses itself.
     """
     count = 0
     for rank in range(len(offsets) - 1):
-        for half in range(2 * offsets[rank], 2 * offsets[rank + 1]):  # of a pair; a second half may use no unit
+        # Each computation is two halves: its own unit, and that of the second action of a pair.
+        for half in range(2 * offsets[rank], 2 * offsets[rank + 1]):
             use = half // 2
             used_unit = unit[use] if half % 2 == 0 else second_unit[use]
             if used_unit < 0:
                 continue
             stay = stay_of_unit[used_unit]
             after_last_use = stays.last[stay] + 1 if stay >= 0 else -1
-            begin = _begin_of_room(use, after_last_use, most[rank], num_whole) if stay >= 0 else use
-            # The unit stays since its last use if there is room all the way from there. Else it is gathered again.
+            begin = _first_with_room(use, after_last_use, max_whole[rank], num_whole) if stay >= 0 else use
+            # The unit stays whole since its last use if there is room at all computations from there on. Otherwise it
+            # was dropped after that use, and is gathered again, as early as there is room, but at most `ahead`
+            # computations before this use.
             if stay < 0 or begin > after_last_use:
-                begin = _begin_of_room(use, max(use - ahead, offsets[rank]), most[rank], num_whole)
+                begin = _first_with_room(use, max(use - ahead, offsets[rank]), max_whole[rank], num_whole)
                 stay = stay_of_unit[used_unit] = count
                 stays.unit[stay] = used_unit
                 stays.gather[stay] = begin
                 count += 1
             stays.last[stay] = use
+            # The unit takes up room from there until just before this use, at which it is counted already.
             for computation in range(begin, use):
                 num_whole[computation] += 1
     return count
 
 
-_PLACE = Hot(_place_all, _begin_of_room)
+_PLACE = Hot(_place_all, _first_with_room)

@@ -24,19 +24,23 @@ Rows = NDArray[np.int64]
 
 
 def place_reductions(program: Program) -> Program:
-    """Add reductions; a forward-only program has no gradients and stays as it is."""
+    """Add the reductions of gradients: over replicas, and over the ranks that hold copies of a tied parameter.
+
+    A forward-only program has no gradients and stays as it is.
+    """
     if program.is_forward_only:
         return program
-    # There are three sorts of new rows: before a RESHARD, behind the last backward of a stage, and of a tied group at
-    # the end of a rank.
+    # There are three sorts of new rows: a reduction before each RESHARD that would drop new gradients of a unit, one
+    # behind the last backward of each stage, and at the end of a rank one for each of its tied groups.
     reshards = program.rows_of(DROPS)
     reshards = reshards[have_new_gradients(program, reshards)]
     resharded_units = program.unit_of_stage[program.stage[reshards]]
     stages, last_backwards = _last_gradients(program)
-    members = [(index, stage) for index, group in enumerate(program.tied_groups) for stage in sorted(group)]
-    tied_groups, tied_stages = np.array(members, np.int64).reshape(-1, 2).T
+    index_stage_pairs = [(index, stage) for index, group in enumerate(program.tied_groups) for stage in sorted(group)]
+    tied_groups, tied_stages = np.array(index_stage_pairs, np.int64).reshape(-1, 2).T
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int64)
     last_rows_of_ranks = program.offsets[rank_of_stage[tied_stages] + 1] - 1
+    # The key of a new row says before or after which row it is inserted.
     key = np.concatenate([
         NewRows.before(reshards),
         NewRows.after(behind_sends(program, last_backwards)),
