@@ -43,9 +43,10 @@ def split_over(
     weights: Sequence[float] | None = None,
     split: Sequence[int] | None = None,
 ) -> tuple[range, ...]:
-    """Return the layers of each stage of a placement; every route runs a whole copy of the model, cut alike.
+    """Return the layers of each stage of a placement, which says which rank holds which stage.
 
-    `split` and `weights` are those of `split_layers`, for the stages of one route.
+    A route is the way of microbatches through one copy of the model; every route runs a whole copy, cut alike. `split`
+    and `weights` are those of `split_layers`, for the stages of one route.
 
     Raises:
         PartitionError: the layers cannot be split so, or the routes have different numbers of stages.
@@ -75,8 +76,9 @@ def split_layers(
 ) -> tuple[range, ...]:
     """Return the layers of each stage, as consecutive ranges that cover all layers; no stage is empty.
 
-    `split` gives the number of layers per stage and wins over `weights`; without both, the counts differ by at most 1
-    and the first stages get more.
+    `split` gives the number of layers per stage and wins over `weights`, the relative cost per layer, by which the
+    heaviest stage becomes as light as it can. Without both, the numbers of layers differ by at most 1, and the first
+    stages get more.
 
     Raises:
         PartitionError: more stages than layers, or a `split` or `weights` that does not fit.
@@ -89,13 +91,13 @@ def split_layers(
             f"one; use at most {num_layers} stages (fewer ranks or stages per rank) or more layers"
         )
     if split is not None:
-        _check_split(split, num_layers, num_stages)
-        return _ranges(split)
+        _require_split(split, num_layers, num_stages)
+        return _consecutive_ranges(split)
     if weights is None:
         weights = [1.0] * num_layers
     if len(weights) != num_layers:
         raise PartitionError(f"{len(weights)} weights were given for {num_layers} layers; give one for each layer")
-    return _ranges(balance(weights, num_stages))
+    return _consecutive_ranges(balance(weights, num_stages))
 
 
 def describe_split(
@@ -110,14 +112,16 @@ def describe_split(
 ) -> str:
     """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters.
 
-    `names` and `weights` have one entry per layer. Stages that hold copies of the same layers are one row. Last lines
-    name the stages that hold parameters of other stages. `late_shares` are those of a stage's weight gradients that
-    wait for W, where that is known; `reasons` say by name why others do not.
+    `names` and `weights` have one entry per layer; `screen` says how wide the text may be. Stages that hold copies of
+    the same layers are one row. Lines below the table name the heaviest stage and the stages that share parameters.
+    `late_shares` are, by stage, the share of weight gradients that are computed in W, where that is known; `reasons`
+    say, by stage and name, why further weight gradients are computed in I.
     """
-    copies: dict[range, list[str]] = {}
+    # Join stages with the same layers to one row, such as `0 and 7`.
+    stages_by_layers: dict[range, list[str]] = {}
     for index, stage in enumerate(stages):
-        copies.setdefault(stage, []).append(str(index))
-    stages, labels = list(copies), [" and ".join(indices) for indices in copies.values()]
+        stages_by_layers.setdefault(stage, []).append(str(index))
+    stages, labels = list(stages_by_layers), [" and ".join(indices) for indices in stages_by_layers.values()]
     total_weight = sum(weights) or 1.0
     shares = [sum(weights[layer] for layer in stage) / total_weight for stage in stages]
     columns = [
@@ -129,23 +133,27 @@ def describe_split(
         Column("names", is_text=True),
     ]
     rows = []
-    row_of_stage = {int(index): row for row, indices in enumerate(copies.values()) for index in indices}
-    counts = _by_row(parameters.of_stage, row_of_stage)
+    row_of_stage = {int(index): row for row, indices in enumerate(stages_by_layers.values()) for index in indices}
+    counts = _sums_by_row(parameters.of_stage, row_of_stage)
     for row, (label, stage, share) in enumerate(zip(labels, stages, shares, strict=True)):
         late_cell = [_late_share(late_shares, label)] if late_shares else []
         rows.append(
             [label, str(len(stage)), f"{share:.1%}", f"{counts[row,]:,}", *late_cell, _first_to_last(names, stage)]
         )
+    # Write the lines below the table.
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
-    shared, copied = _by_row(parameters.shared, row_of_stage), _by_row(parameters.copied, row_of_stage)
+    num_shared, num_copied = (
+        _sums_by_row(parameters.shared, row_of_stage),
+        _sums_by_row(parameters.copied, row_of_stage),
+    )
     last_lines = [
         f"heaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean",
-        *_held_twice("tied on one rank", shared, labels, "counted once"),
-        *_held_twice("copies on other ranks", copied, labels, "counted in each"),
+        *_lines_on_sharing("tied on one rank", num_shared, labels, "counted once"),
+        *_lines_on_sharing("copies on other ranks", num_copied, labels, "counted in each"),
     ]
-    if copied:
-        last_lines.append(f"without copies: {sum(counts.values()) - sum(copied.values()):,} parameters")
+    if num_copied:
+        last_lines.append(f"without copies: {sum(counts.values()) - sum(num_copied.values()):,} parameters")
     last_lines += [
         f"do not wait for W in stage {stage}: {names_by_reason(reason_of_name)}"
         for stage, reason_of_name in (reasons or {}).items()
@@ -171,7 +179,7 @@ def split_text(sizes: Sequence[int]) -> str:
     return f"split into {len(sizes)} stages of {layers}"
 
 
-def _by_row(numbers: Mapping[tuple[int, ...], int], row_of_stage: Mapping[int, int]) -> dict[tuple[int, ...], int]:
+def _sums_by_row(numbers: Mapping[tuple[int, ...], int], row_of_stage: Mapping[int, int]) -> dict[tuple[int, ...], int]:
     """Return numbers by rows instead of stages; of copies of one stage, the largest, and none of a row with itself."""
     number_of_rows: dict[tuple[int, ...], int] = {}
     for stages, number in numbers.items():
@@ -181,7 +189,7 @@ def _by_row(numbers: Mapping[tuple[int, ...], int], row_of_stage: Mapping[int, i
     return number_of_rows
 
 
-def _held_twice(
+def _lines_on_sharing(
     title: str, numbers: Mapping[tuple[int, ...], int], labels: Sequence[str], counted: str
 ) -> Iterator[str]:
     """Yield lines that name the rows with parameters of another row; rows with as many of the same one share a line."""
@@ -201,7 +209,7 @@ def _late_share(shares: Mapping[int, float], label: str) -> str:
     return f"{min(known_shares):.0%}" if known_shares else "-"
 
 
-def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
+def _require_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
     sizes = list(split)
     if len(sizes) != num_stages:
         raise PartitionError(
@@ -222,7 +230,7 @@ def _check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None
         )
 
 
-def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
+def _consecutive_ranges(sizes: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in pairwise(accumulate(sizes, initial=0)))
 
 
