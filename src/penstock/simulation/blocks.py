@@ -77,16 +77,21 @@ class Block:
 
 
 def blocks_of(timeline: Timeline) -> list[Block]:
-    """List all blocks, rank after rank, each rank's in their order; `Message.producer` indexes this list."""
+    """Return the blocks of a timeline, rank after rank and in the order of each rank.
+
+    A block is one computation, or an overlapped pair of two, with everything that it may have waited for: messages, a
+    gather of weights, waits for data and reductions. `Message.producer` is an index in the returned list.
+    """
     program = timeline.program
     rows = program.compute_rows()
     is_second = np.zeros(program.num_instructions, np.bool_)
     is_second[1:] = program.joined[:-1]
+    # The second action of a pair belongs to the block of the first one.
     block_of_row = np.full(program.num_instructions, NONE, np.int64)
     block_of_row[rows] = np.cumsum(~is_second[rows]) - 1
 
-    source = predecessors(program)[:, 0]  # of each row, the row that its data comes from
-    launched = launched_before(program)
+    source_row = predecessors(program)[:, 0]  # of each row, the row that its data comes from
+    launched_columns = launched_before(program)
     data_waits = [deque(waits) for waits in waits_of_ranks(timeline)]
     reductions = blocking_reductions(timeline)
     next_row = program.offsets[:-1].tolist()  # of each rank, the row after its last block
@@ -94,7 +99,8 @@ def blocks_of(timeline: Timeline) -> list[Block]:
     for row in rows[~is_second[rows]].tolist():
         rank = int(program.rank_of_row[row])
         members = (row, row + 1) if program.joined[row] else (row,)
-        first, end = np.searchsorted(reductions, (next_row[rank], row))
+        # Reductions that hold the rank up belong to the block after them.
+        first_reduction, end_reduction = np.searchsorted(reductions, (next_row[rank], row))
         blocks.append(
             Block(
                 rank=rank,
@@ -102,10 +108,15 @@ def blocks_of(timeline: Timeline) -> list[Block]:
                 num_rows=len(members),
                 start_s=float(timeline.start_s[row]),
                 end_s=float(timeline.end_s[list(members)].max()),
-                messages=tuple(_messages(timeline, members, source, block_of_row)),
-                gather=_last_to_end(timeline, [int(column[member]) for column in launched for member in members]),
+                messages=tuple(_messages(timeline, members, source_row, block_of_row)),
+                gather=_row_that_ends_last(
+                    timeline, [int(column[member]) for column in launched_columns for member in members]
+                ),
                 data_waits=tuple(_take_waits(data_waits[rank], float(timeline.start_s[row]))),
-                reductions=tuple(Collective.of(timeline, reduction) for reduction in reductions[first:end].tolist()),
+                reductions=tuple(
+                    Collective.of(timeline, reduction)
+                    for reduction in reductions[first_reduction:end_reduction].tolist()
+                ),
             )
         )
         next_row[rank] = row + len(members)
@@ -187,7 +198,7 @@ def blocking_reductions(timeline: Timeline) -> NDArray[np.intp]:
     return rows[is_last_of_rank | (timeline.end_s[rows] <= timeline.start_s[next_rows])]
 
 
-def _last_to_end(timeline: Timeline, rows: Sequence[int]) -> Collective | None:
+def _row_that_ends_last(timeline: Timeline, rows: Sequence[int]) -> Collective | None:
     """Return the collective that ends last of those that rows launched; `NONE` among the rows stands for no row."""
     collectives = [Collective.of(timeline, row) for row in rows if row != NONE]
     return max(collectives, key=lambda collective: collective.end_s, default=None)

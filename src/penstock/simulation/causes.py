@@ -267,7 +267,11 @@ def _add_final_waits(accounts: Sequence[RankAccount]) -> None:
 def memory_blocked_since_s(
     timeline: Timeline, costs: Costs, blocks: Sequence[Block], memory_limit: int | Sequence[int] | None
 ) -> list[float]:
-    """Return, per block, since when memory kept its rank from running a forward instead of waiting; else `NEVER`.
+    """Return, per block, since when the rank could have run a forward but for its memory limit; `NEVER` otherwise.
+
+    A block is a computation or an overlapped pair. `memory_limit` is a number of activations, for all ranks or one per
+    rank; None is no limit. A backward that runs while its rank is full has kept the rank's next forward waiting, from
+    the moment at which the data of that forward had come.
 
     Raises:
         ConfigError: if there are neither as many limits as ranks nor a single one, or one is no whole number.
@@ -276,7 +280,7 @@ def memory_blocked_since_s(
         return [NEVER] * len(blocks)
     limits = _per_rank(memory_limit, timeline.num_ranks)
     is_forward = BEGINS_KEEPING[timeline.program.op]
-    live = live_bytes(timeline.program, one_each(timeline.program))
+    num_live = live_bytes(timeline.program, one_each(timeline.program))
     ready_s = _ready_s(timeline, costs)
     blocked_since_s = [NEVER] * len(blocks)
     # Backwards through the blocks, so that the forwards which a rank has yet to run are known at each block of it.
@@ -284,7 +288,7 @@ def memory_blocked_since_s(
     for index in reversed(range(len(blocks))):
         block = blocks[index]
         forwards = [row for row in block.rows if is_forward[row]]
-        if not forwards and live[block.row] >= limits[block.rank]:
+        if not forwards and num_live[block.row] >= limits[block.rank]:
             blocked_since_s[index] = earliest_forward_s[block.rank]
         ready_forwards_s = [float(ready_s[row]) for row in forwards]
         earliest_forward_s[block.rank] = min([earliest_forward_s[block.rank], *ready_forwards_s])

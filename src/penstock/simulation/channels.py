@@ -52,10 +52,11 @@ class Messages:
 
 
 def add_messages(program: Program, costs: Costs, source: NDArray[np.int32], queues: Queues) -> Messages:
-    """Put messages on their links, and let their consumers, not their receives, wait for them.
+    """Let computations wait for the messages that they consume, and give messages their time on a link.
 
-    `source` [num_instructions] is the row that a row's data comes from. It is changed: that of a consumer becomes the
-    row that carries its message, a send or a row of a link's queue; that of a receive becomes `NONE`.
+    `source` [num_instructions] is the row whose result each row takes, and is changed. That of a computation becomes
+    the row that carries its message: its send or, on links that carry one message at a time, a row of the link's queue,
+    which is added to `queues`. That of a receive becomes `NONE`: a receive only posts a buffer.
 
     Raises:
         ScheduleError: if a receive has no send.
@@ -66,19 +67,20 @@ def add_messages(program: Program, costs: Costs, source: NDArray[np.int32], queu
     receives = program.rows_of(IS_RECEIVE)
     if (source[receives] == NONE).any():
         raise ScheduleError(f"{program.name}: a receive has no send; check the program before simulating")
+    # Over gloo and NCCL a message begins only once its receive is posted.
     posted_receives = receive_of_row(program, source) if costs.awaits_receives else None
     receive_of_send = np.full(program.num_instructions, NONE, np.int32)
     if posted_receives is not None:
         receive_of_send[source[receives]] = receives
     if len(receives):
-        _await_sends(program, source)
+        _replace_receives_by_sends(program, source)
     if table.is_exclusive.any():
         sends = program.rows_of(IS_SEND)
         senders = sends if len(sends) else program.compute_rows()
         wires = Wires.of(program, table, factors, senders)
         queued_senders = senders[wires.link != NONE]
-        queue_rows = _queue(queued_senders, wires, queues, receive_of_send)
-        # On other ranks, the sender of a message is replaced by the row of the queue that carries the message.
+        queue_rows = _add_link_queues(queued_senders, wires, queues, receive_of_send)
+        # For rows on other ranks, replace the sender of a message by the row of the queue that carries the message.
         carrier = np.append(np.arange(program.num_instructions, dtype=np.int32), np.int32(NONE))
         carrier[queued_senders] = queue_rows
         consumers = np.flatnonzero((source != NONE) & (program.rank_of_row[source] != program.rank_of_row))
@@ -90,7 +92,7 @@ def add_messages(program: Program, costs: Costs, source: NDArray[np.int32], queu
     return Messages(receives, carriers, Lags.of(program, costs).of_rows(program), posted_receives)
 
 
-def _await_sends(program: Program, source: NDArray[np.int32]) -> None:
+def _replace_receives_by_sends(program: Program, source: NDArray[np.int32]) -> None:
     """Let computations wait for the send of their message instead of its receive, which holds up nobody once posted."""
     for part in blocks(program.num_instructions):
         computes = part.start + np.flatnonzero(IS_COMPUTE[program.op[part]])
@@ -179,7 +181,7 @@ def _by_sender(values: Floats) -> Floats:
     return table
 
 
-def _queue(queued_senders: Rows, wires: Wires, queues: Queues, receive_of_send: NDArray[np.int32]) -> Rows:
+def _add_link_queues(queued_senders: Rows, wires: Wires, queues: Queues, receive_of_send: NDArray[np.int32]) -> Rows:
     """Add a queue for each serialized link, with a row for each message on it; return the row of each sender."""
     is_queued = wires.link != NONE
     links, wire_s = wires.link[is_queued], wires.seconds[is_queued]

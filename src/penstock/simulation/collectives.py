@@ -46,13 +46,17 @@ class Barriers:
 def add_barriers(
     program: Program, predecessor: NDArray[np.int32], launched: Sequence[NDArray[np.int32]], queues: Queues
 ) -> Barriers:
-    """Let each tied reduction wait until all members of its group have arrived at theirs.
+    """Let each tied reduction wait until all ranks of its group have come to theirs.
 
-    `predecessor` [num_instructions] is a row that each row waits for; those of tied reductions are set here. `launched`
-    are the columns that `add_launched` returns.
+    A tied reduction sums the gradients of one parameter that several ranks hold copies of. `predecessor`
+    [num_instructions] is a row that each row waits for; that of each tied reduction is set here. `launched` are the
+    columns that `add_launched` returns: rows of collectives that each row waits for, the first column those of
+    replicas.
     """
     rows = program.rows_of(IS_TIED)
-    # np.isin may sort, and then it imports numpy.ma, for which the first plan of a process would wait.
+    # A tied reduction arrives when the row before it on its rank has ended (found without np.isin, which may sort, and
+    # then imports numpy.ma, for which the first plan of a process would wait) and when the gradients are summed over
+    # the replicas.
     first_row = program.offsets[np.searchsorted(program.offsets, rows, side="right") - 1]
     row_before = np.where(rows == first_row, NONE, rows - 1)
     replica_reductions = [column[rows] for column in launched[:1]]  # the first column is of what replicas exchange

@@ -22,17 +22,15 @@ from penstock.simulation.queues import Queues
 
 
 def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False) -> Timeline:
-    """Predict the timeline of a program, or of a schedule that is not lowered.
+    """Predict the timeline of a program (a schedule with its messages and collectives), or of a schedule alone.
 
     Computations, tied reductions and the optimizer step keep their rank busy from start to end; they are launched
     before they start. A send ends when its message has left, a receive when it has arrived, a gather or reduction when
-    it is over.
+    it is over. A schedule has computations alone, and its messages are delays between them; if launches and gathers
+    cost nothing, computations start when they do in the lowered program.
 
-    A schedule has its computations alone, and its messages are lags between them. If launches and gathers cost nothing,
-    its computations run when those of the lowered program do.
-
-    `compiled` asks for compiled loops for a small table too: for many of them, as a search has. The first call may
-    compile for some seconds.
+    `compiled` asks for loops compiled by numba for a small table too, if many are simulated, as in a search. The first
+    call may compile for some seconds.
 
     Raises:
         ScheduleError: if the program cannot run to its end; `penstock.check` says why.
@@ -44,7 +42,9 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     require_costs(costs)
     program = Program.from_schedule(table) if isinstance(table, Schedule) else table
     duration_s, queues = durations_s(program, costs), Queues(program)
-    # Each column holds a row that a row of the program waits for; in the first, the row that its data comes from.
+    # Each column has, per row, a row that it waits for; in the first column, the row whose result it takes. Messages,
+    # collectives and barriers change these columns, and add queues of rows of their own: links and streams beside the
+    # ranks.
     columns = [column.copy() for column in deciding(predecessors(program)).T]
     messages = add_messages(program, costs, columns[0], queues)
     launched = add_launched(program, costs, queues)
@@ -58,6 +58,7 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
         raise ScheduleError(f"{program.name}: the program cannot run to its end; check it before simulating")
     if not np.isfinite(times.end.max(initial=0.0)):
         raise costs.error("they add up to more seconds than a number can hold; give smaller ones", "costs")
+    # Drop the rows of queues, and set what instructions of the program show of them.
     start_s, end_s = times.start[: program.num_instructions], times.end[: program.num_instructions]
     start_s[barriers.rows] = barriers.start_s(times.end)
     start_after_launch(program, costs, start_s)

@@ -46,9 +46,11 @@ class Loss:
 
 
 def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = ()) -> list[Loss]:
-    """List what every cause costs a measured timeline, the most expensive first; `costs` are what is usual for it.
+    """Return the seconds that every cause costs a measured step, the most expensive first.
 
-    They need not add up to the idle time of any rank: two causes may delay the same second.
+    `costs` are the usual costs of the same step, by which it is predicted. For most causes, the prediction is compared
+    with one in which that cause costs nothing. `prologues` are what each rank did before its first instruction. Losses
+    need not add up to the idle time of any rank: two causes may delay the same second.
     """
     program, accounts = timeline.program, accounts_of(timeline, costs)
     prologues = with_first_waits(timeline, prologues)
@@ -59,18 +61,22 @@ def losses_of(timeline: Timeline, costs: Costs, prologues: Sequence[Prologue] = 
     def saved_s(cheaper_costs: Costs) -> float:
         return max(predicted_s - simulate(program, cheaper_costs).makespan_s, 0.0)
 
-    even = evened(costs, program.num_stages)
+    even_costs = evened(costs, program.num_stages)
     free_messages = replace(costs, latency_s=0.0, bandwidth_bytes_per_s=inf, channels=())
-    ideal = simulate(program, replace(evened(free_messages, program.num_stages), launch_s=0.0, reduce_s=(0.0,)))
+    ideal_timeline = simulate(
+        program, replace(evened(free_messages, program.num_stages), launch_s=0.0, reduce_s=(0.0,))
+    )
+    # Fitted costs cannot tell messages and launches apart, so both are made free at once, and the time saved is divided
+    # by the shares of idle time that each caused.
     share_of_messages = _share_of_messages(accounts)
     host_and_messages_s = saved_s(replace(free_messages, launch_s=0.0))
-    # Reductions that run beside their rank delay gathers, which the simulation shows; others hold their rank up, which
-    # the measured step laid out without waits shows.
+    # Reductions that run beside their rank delay gathers, which the simulation shows. Those that hold their rank up are
+    # shown by the measured step, laid out again without waits.
     reductions_s = saved_s(replace(costs, reduce_s=(0.0,))) + without_data_waits_s - without_waits_s
     losses = [
-        Loss(Cause.DEPENDENCY, max(ideal.makespan_s - float(ideal.work_s.mean()), 0.0), program.name),
+        Loss(Cause.DEPENDENCY, max(ideal_timeline.makespan_s - float(ideal_timeline.work_s.mean()), 0.0), program.name),
         Loss(Cause.TRANSFER, share_of_messages * host_and_messages_s, _slowest_channel(program, costs)),
-        Loss(Cause.IMBALANCE, saved_s(even), _heaviest_stage(program, costs)),
+        Loss(Cause.IMBALANCE, saved_s(even_costs), _heaviest_stage(program, costs)),
         Loss(Cause.LAUNCH, (1 - share_of_messages) * host_and_messages_s, ""),
         _straggler(accounts, max(without_waits_s - predicted_s, 0.0), prologues),
         _data(timeline, timeline.makespan_s - without_data_waits_s, prologues),
@@ -178,15 +184,16 @@ def _saved_before_s(prologues: Sequence[Prologue], avoidable_s: Sequence[float])
 
 
 def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int], *, is_reducing: bool = True) -> float:
-    """Return the seconds from the first start to the last end if these ranks had not waited for data.
+    """Return the seconds of a measured step if `ranks` had not waited for data, from its first start to its last end.
 
-    Unless `is_reducing`, they are those of a step in which no reduction held up any rank either. Each block comes as
-    long after the last moment that it needs as it did in the measured step.
+    Unless `is_reducing`, no reduction of gradients held up any rank either. A block is a computation or overlapped
+    pair. Each block starts as long after the last moment that it needs (an arrival, the end of the block before) as it
+    did in the measured step; only the moments come earlier.
     """
     blocks = blocks_of(with_true_arrivals(timeline, after_posts=False))
-    begin_s = min((block.start_s for block in blocks), default=0.0)
-    free_s = dict.fromkeys(range(timeline.num_ranks), begin_s)
-    # How much earlier than measured each block would be over, and the last block of each rank.
+    first_start_s = min((block.start_s for block in blocks), default=0.0)
+    free_s = dict.fromkeys(range(timeline.num_ranks), first_start_s)
+    # Seconds by which each block, and the last block of each rank, would be over earlier than measured.
     gain_of_block_s = [0.0] * len(blocks)
     gain_of_rank_s = dict.fromkeys(range(timeline.num_ranks), 0.0)
     for index in in_order(blocks, timeline.num_ranks):
@@ -196,6 +203,7 @@ def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int], *, is_r
         omitted_waits: list[DataWait | Collective] = []
         (omitted_waits if rank in ranks else remaining_waits).extend(block.data_waits)
         (remaining_waits if is_reducing else omitted_waits).extend(block.reductions)
+        # A moment is a measured time that the block needs, with the seconds by which it would come earlier.
         moments = _moments_before(block, free_s[rank], gain_of_rank_s[rank], gain_of_block_s)
         moments += [(min(wait.end_s, block.start_s), gain_of_rank_s[rank]) for wait in remaining_waits]
         measured_s = max(moment_s for moment_s, _ in moments)
@@ -205,7 +213,7 @@ def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int], *, is_r
         gain_of_block_s[index] = gain_of_rank_s[rank] = measured_s - new_s + waited_s
         free_s[rank] = block.end_s
     last_s = max((block.end_s - gain_s for block, gain_s in zip(blocks, gain_of_block_s, strict=True)), default=0.0)
-    return last_s - begin_s
+    return last_s - first_start_s
 
 
 def _moments_before(

@@ -58,7 +58,10 @@ class Machine:
 
 
 def figures(model: Transformer, machine: Machine, layers_per_stage: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of `Costs`; the embedding goes with the first stage and the head with the last.
+    """Return the fields of `Costs` for a transformer on a machine, computed from sizes and not measured.
+
+    `layers_per_stage` are numbers of decoder layers; the embedding goes with the first stage, and the head with the
+    last. Seconds are operations or bytes divided by what the device does at the machine's efficiency.
 
     Raises:
         ConfigError: if the layers do not add up to those of the model.
@@ -73,9 +76,9 @@ def figures(model: Transformer, machine: Machine, layers_per_stage: Sequence[int
     stages[0].insert(0, embedding_of(model))
     stages[-1].append(head_of(model))
     return (
-        _compute(model, machine, stages, layers_per_stage)
-        | _bytes(model, machine, stages)
-        | _parameters(model, machine, stages)
+        _compute_fields(model, machine, stages, layers_per_stage)
+        | _byte_fields(model, machine, stages)
+        | _parameter_fields(model, machine, stages)
         | {
             "latency_s": machine.latency_s,
             "launch_s": machine.launch_s,
@@ -86,7 +89,7 @@ def figures(model: Transformer, machine: Machine, layers_per_stage: Sequence[int
     )
 
 
-def _compute(
+def _compute_fields(
     model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]], layers_per_stage: Sequence[int]
 ) -> dict[str, tuple[float, ...]]:
     flops_per_s = machine.device.flops_per_s(model.data_type) * machine.efficiency * machine.tensor_parallel
@@ -105,14 +108,16 @@ def _compute(
     }
 
 
-def _bytes(model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]]) -> dict[str, tuple[int, ...]]:
+def _byte_fields(
+    model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]]
+) -> dict[str, tuple[int, ...]]:
     share = machine.tensor_parallel
     names = ("activation_bytes", "weight_context_bytes")
     bytes_of_field = {name: tuple(total // share for total in _totals(stages, name)) for name in names}
     return {"message_bytes": (model.message_bytes // share,), **bytes_of_field}
 
 
-def _parameters(model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]]) -> dict[str, Any]:
+def _parameter_fields(model: Transformer, machine: Machine, stages: Sequence[Sequence[LayerGroup]]) -> dict[str, Any]:
     """The bytes that are kept per parameter, and the time in which reductions and the optimizer move them."""
     counts = [total // machine.tensor_parallel for total in _totals(stages, "num_parameters")]
     bytes_per_parameter = model.bytes_each

@@ -203,8 +203,9 @@ class Costs(SharedCosts):
     ) -> "Costs":
         """Return costs with the same seconds on every stage.
 
-        `backward` is the sum of its parts, and `recompute` the forward, unless given; `transfer` is a pure delay. Of
-        the other `costs`, one that has several entries may be given as one number for all.
+        `backward` is that of a whole backward, by default the sum of input and weight gradient; `recompute` is by
+        default the forward. `transfer` is the latency of every message in seconds. `costs` are further fields of
+        `Costs`; one that has an entry per stage may be given as one number for all.
         """
         fields_with_entries = {cost.name for cost in fields(cls) if isinstance(cost.default, tuple)}
         for name in fields_with_entries & costs.keys():

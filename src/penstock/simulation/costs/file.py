@@ -242,18 +242,22 @@ def _shown(value: object) -> str:
 
 
 def costs_from_text(text: str) -> Costs:
-    """Read costs: a number for all stages, or numbers with commas between, one for each.
+    """Read costs such as `F=1,I=1,W=1`: seconds for each kind of computation, and other costs by name.
+
+    A value is one number for all stages, or several with commas between, as in `F=1,1,1,2`, one for each. F is a
+    forward, B a whole backward, I its input gradient and W its weight gradient.
 
     Raises:
         ConfigError: for a key that is unknown, missing or given twice, and a value that is no finite number of 0 or
             more.
     """
     values: dict[str, list[float]] = {}
-    last = ""
+    last_key = ""
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals and _is_entry_of(last, key):
-            values[last].append(_read_value(last, key))
+        # A part without `=` is a further number of the key before it.
+        if not equals and _is_further_entry(last_key, key):
+            values[last_key].append(_read_value(last_key, key))
             continue
         if not equals:
             raise ConfigError(
@@ -267,12 +271,12 @@ def costs_from_text(text: str) -> Costs:
             raise ConfigError(f"there is no cost {shortened(key)}; known: {keys}.{hint}", key="costs")
         if key in values:
             raise ConfigError(f"{key} is given twice; keep one", key="costs")
-        values[key], last = [_read_value(key, value)], key
-    needed = ("F",) if "B" in values and not {"I", "W"} & set(values) else ("F", "I", "W")
-    missing = [key for key in needed if key not in values]
-    if missing:
+        values[key], last_key = [_read_value(key, value)], key
+    needed_keys = ("F",) if "B" in values and not {"I", "W"} & set(values) else ("F", "I", "W")
+    missing_keys = [key for key in needed_keys if key not in values]
+    if missing_keys:
         raise ConfigError(
-            f"{' and '.join(missing)} missing; give F, and I and W or at least B, such as {EXAMPLE}", key="costs"
+            f"{' and '.join(missing_keys)} missing; give F, and I and W or at least B, such as {EXAMPLE}", key="costs"
         )
     fields: dict[str, Any] = {
         FIELD_OF_KEY[key]: tuple(entries) if FIELD_OF_KEY[key] in _OF_STAGES else entries[0]
@@ -281,7 +285,7 @@ def costs_from_text(text: str) -> Costs:
     return Costs(**fields)
 
 
-def _is_entry_of(key: str, text: str) -> bool:
+def _is_further_entry(key: str, text: str) -> bool:
     """Return whether a text is one more number of a cost that may have an entry for each rank."""
     return FIELD_OF_KEY.get(key) in _OF_STAGES and re.match(r"[-+.\d]", text) is not None
 

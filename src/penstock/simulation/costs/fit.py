@@ -79,26 +79,29 @@ def costs_from_timelines(
     bandwidths: Mapping[RankPair, float] = NOTHING_MEASURED,
     shares: SplitShares = HALVES,
 ) -> Costs:
-    """Estimate costs from timelines of one program, by robust means, so that a single slow instruction counts nothing.
+    """Estimate costs from measured timelines of one program, by robust means that one slow instruction does not move.
 
-    A computation takes its mean over the microbatches of its stage, a gather or reduction what `exchanges_s` says. A
-    launch is the mean gap between computations for each instruction in it, where no message was late and no collective
-    or copy was between them. Latencies come from the messages that were waited for, since only they show it, less what
-    `message_bytes` per stage take at `bandwidths`, in bytes per second, of channels that were measured by themselves.
-    The seconds of backwards that did not run, whole or in parts, follow by their `shares` from those that did; they are
-    0 where nothing is known.
+    A computation takes the mean over the microbatches of its stage, and a gather or reduction what `exchanges_s` says.
+    A launch is the host's time per instruction, from gaps between computations in which nothing else held the rank up.
+    A channel's latency comes from the messages that were waited for, less the launch and what `message_bytes` (per
+    stage) take at `bandwidths` (bytes per second) where a channel was measured by itself. The seconds of backwards that
+    did not run, whole or in parts, follow by `shares` (the parts that I and W have in a backward) from those that did;
+    they are 0 where nothing is known.
     """
     program = timelines[0].program
     samples = _samples(timelines)
+    # Kinds that a stage never ran stay `nan` until shares fill them in.
     seconds_of_field = {name: np.full(program.num_stages, np.nan) for name in FIELD_OF_KIND.values()}
     for (kind, stage), seconds in samples.items():
         seconds_of_field[FIELD_OF_KIND[kind]][stage] = robust_mean(seconds)
     transfers, sizes = Transfers.of(program), tuple(message_bytes) or (0,)
     latency_s = message_latency_s(timelines, transfers)
     launch_s, exchanges = _launch_s(timelines, transfers, latency_s), exchanges_s(timelines)
+    # A measured latency includes the launch and the time on the wire, which are costs of their own.
     speeds = np.array([bandwidths.get(ranks, inf) for ranks in transfers.rank_pairs])
     wire_s = transfers.num_bytes(program, sizes) / speeds
     latencies_s = np.maximum(latency_s - wire_s - launch_s, 0.0)
+    # Most channels are alike: the median is the default, and those that differ are listed as `channels`.
     default = Channel(0, 0, _median(latencies_s), float(np.median(speeds)) if len(speeds) else inf, bool(bandwidths))
     return Costs(
         **_forwards_and_backwards(seconds_of_field, shares),
@@ -175,29 +178,33 @@ def _per_stage(durations_s: Floats) -> PerStage:
 
 
 def _launch_s(timelines: Sequence[Timeline], transfers: Transfers, latency_s: Floats) -> float:
-    """Return the host's seconds per instruction, from all gaps between computations in which it was not held up.
+    """Return the host's seconds per instruction, from the gaps between computations in which nothing held the host up.
 
-    To launch a computation takes less than to post a message. So gaps are averaged by their sort: how many instructions
-    the host launches in the gap, and whether the computation behind it consumes a message.
+    `latency_s` [num_messages] are the seconds of each message. To launch a computation takes less than to post a
+    message, so the robust mean is taken within each sort of gap: how many instructions the host launches in the gap,
+    and whether the computation at its end consumes a message.
     """
     program = timelines[0].program
     num_busy = np.cumsum((IS_BUSY | IS_BESIDE)[program.op])
     awaits_gather = gather_of_row(program) != NONE
     gaps_s: dict[tuple[int, bool], list[float]] = {}
     for timeline in timelines:
+        # A message is late if its receiver was idle before the message can have arrived.
         is_late = transfers.idle_from_s(timeline) < timeline.end_s[transfers.sends] + latency_s
         for rows in (timeline.compute_rows(rank) for rank in range(timeline.num_ranks)):
             earlier, later = rows[:-1], rows[1:]
             has_waited = data_ready_s(timeline, later) > timeline.end_s[earlier]
             # No collective, copy or optimizer step is between them, and there is no gather to wait for.
             is_free = (num_busy[later] == num_busy[earlier] + 1) & ~awaits_gather[later]
-            counts = is_free & ~np.isin(later, transfers.consumers[is_late]) & ~program.joined[earlier] & ~has_waited
-            gap_s, lengths = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
+            is_counted = (
+                is_free & ~np.isin(later, transfers.consumers[is_late]) & ~program.joined[earlier] & ~has_waited
+            )
+            gap_s, num_launched = timeline.start_s[later] - timeline.end_s[earlier], later - earlier
             consumes = np.isin(later, transfers.consumers)
-            columns = (column[counts].tolist() for column in (lengths, consumes, gap_s))
-            for length, is_consumer, seconds in zip(*columns, strict=True):
-                gaps_s.setdefault((length, is_consumer), []).append(seconds)
-    num_launches = sum(length * len(gaps) for (length, _), gaps in gaps_s.items())
+            columns = (column[is_counted].tolist() for column in (num_launched, consumes, gap_s))
+            for num_launched_in_gap, is_consumer, seconds in zip(*columns, strict=True):
+                gaps_s.setdefault((num_launched_in_gap, is_consumer), []).append(seconds)
+    num_launches = sum(num_launched_in_gap * len(gaps) for (num_launched_in_gap, _), gaps in gaps_s.items())
     total_s = sum(robust_mean(np.array(gaps)) * len(gaps) for gaps in gaps_s.values())
     return max(total_s / num_launches, 0.0) if num_launches else 0.0
 

@@ -76,23 +76,24 @@ class LayerCosts(SharedCosts):
         return np.nan_to_num(table[[Kind.FORWARD, Kind.BACKWARD]])
 
     def of_stages(self, split: Sequence[int | range]) -> Costs:
-        """Return what stages cost that have so many layers each, or that have these layers.
+        """Return the costs of stages, from the number of layers of each stage or from its range of layers.
 
             costs.of_stages([3, 2])                                      layers 0 to 2, and 3 to 4
             costs.of_stages([range(3), range(3, 5), range(3), range(3, 5)])     two copies of the model
 
-        A stage sends what its last layer makes, and gets what its first one takes.
+        Seconds and bytes of a stage are the sum of its layers'. Its message is what its last layer makes, and its
+        checkpoint (what it keeps to run again) is what its first layer takes.
 
         Raises:
             ConfigError: if a stage has no layers, or the stages have others than the costs.
         """
-        layers_of_stage = _parts(split)
+        layers_of_stage = _layers_of_stages(split)
         num_layers = max(layers.stop for layers in layers_of_stage)
 
         def entries_for(name: str) -> Sequence[float]:
             return self.spread_out(name, num_layers, "layer") if getattr(self, name) else ()
 
-        costs_by_field: dict[str, Any] = {name: getattr(self, name) for name in _OF_NO_LAYER}
+        costs_by_field: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS_NOT_PER_LAYER}
         entries_by_field = {f"{name}_s": entries_for(name) for name in SECONDS} | {
             name: entries_for(name) for name in SUMMED_BYTES
         }
@@ -124,22 +125,21 @@ class LayerCosts(SharedCosts):
         weights: Sequence[float],
         backward_weights: Sequence[float] | None = None,
     ) -> "LayerCosts":
-        """Share the seconds of computations among a stage's layers by their weights, to predict other splits.
+        """Share the seconds of each stage among its layers by their weights, so that other splits can be predicted.
 
-        Backwards have their own weights where these are given.
-        Layers of which there are two copies, on the two routes of a bidirectional placement, get the mean of both.
-        The result remembers how many layers each stage had.
-        Bytes but those of messages, and the seconds of collectives and the optimizer, do not follow the same weights
-        and are left out.
+        `weights` are the relative costs of the layers, and `backward_weights` those of backwards, if they differ. Where
+        two routes hold copies of a layer, as in a bidirectional placement, the layer gets the mean of both. The result
+        remembers how many layers each stage had. It has no bytes but those of messages, and no seconds of collectives
+        and the optimizer, since these do not follow the same weights.
         """
         num_layers = len(weights)
-        of_backwards = weights if backward_weights is None else backward_weights
+        weights_of_backwards = weights if backward_weights is None else backward_weights
         num_copies = np.bincount([layer for layers in layers_of_stage for layer in layers], minlength=num_layers)
-        costs_by_field: dict[str, Any] = {name: getattr(costs, name) for name in _OF_NO_LAYER}
+        costs_by_field: dict[str, Any] = {name: getattr(costs, name) for name in _FIELDS_NOT_PER_LAYER}
         for name in COMPUTE_FIELDS:
             if getattr(costs, name):
                 seconds_of_stage = costs.spread_out(name, len(layers_of_stage), "stage")
-                weight_of_layer = of_backwards if name.startswith("backward") else weights
+                weight_of_layer = weights_of_backwards if name.startswith("backward") else weights
                 seconds_of_layer = np.zeros(num_layers)
                 for layers, seconds in zip(layers_of_stage, seconds_of_stage, strict=True):
                     seconds_of_layer[list(layers)] += seconds * _shares([weight_of_layer[layer] for layer in layers])
@@ -169,10 +169,10 @@ def split_sizes(layers_of_stage: Sequence[range]) -> tuple[int, ...]:
 
 
 _PER_LAYER = (*SECONDS, *SUMMED_BYTES, "message_bytes", "checkpoint_bytes")
-_OF_NO_LAYER = tuple(cost.name for cost in fields(SharedCosts) if cost.name not in _PER_LAYER)
+_FIELDS_NOT_PER_LAYER = tuple(cost.name for cost in fields(SharedCosts) if cost.name not in _PER_LAYER)
 
 
-def _parts(split: Sequence[int | range]) -> list[range]:
+def _layers_of_stages(split: Sequence[int | range]) -> list[range]:
     """Return the layers of each stage, from their ranges or counts. Raises: ConfigError."""
     plain = split.tolist() if isinstance(split, np.ndarray) else split
     is_list = isinstance(plain, Sequence) and not isinstance(plain, str)
