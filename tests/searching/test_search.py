@@ -141,7 +141,7 @@ def test_any_placement_is_the_best_of_all(seed, limit):
 
 
 def test_an_interrupt_leaves_the_best_of_the_placements_before(monkeypatch):
-    starts, start = [], searching._Search._start
+    starts, start = [], searching._Search._first_candidates
 
     def start_or_interrupt(search_of_placement):
         starts.append(search_of_placement)
@@ -149,7 +149,7 @@ def test_an_interrupt_leaves_the_best_of_the_placements_before(monkeypatch):
             raise KeyboardInterrupt
         return start(search_of_placement)
 
-    monkeypatch.setattr(searching._Search, "_start", start_or_interrupt)
+    monkeypatch.setattr(searching._Search, "_first_candidates", start_or_interrupt)
     found = search(random_costs(8, 4), 4, 8, placement="any", memory_limit=45, evaluations=100)
 
     assert found.was_interrupted

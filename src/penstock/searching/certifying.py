@@ -21,9 +21,12 @@ from penstock.simulation.costs.layer_costs import LayerCosts
 def certify(
     result: SearchResult, costs: Mapping[Placement, Costs | LayerCosts], memory_limit: Any, *, per_action: bool
 ) -> None:
-    """Raise an AssertionError where the result of a search with these arguments cannot be right.
+    """Raise an AssertionError where the result of a search cannot be right; the arguments are those of the search.
 
-    Costs are by placement: those per layer may have another split on each one.
+    The result must fit the memory limit, take as long when it is predicted again, lie above its lower bound, and be no
+    longer than any family of schedules that fits. `costs` are by placement: those per layer may have another split on
+    each placement. `per_action` says that costs are of single actions, and not of all that a rank does for a
+    microbatch.
     """
     limit = None if memory_limit is None else Limit.read(memory_limit)
 

@@ -94,20 +94,22 @@ def compare(
     limit: Limit | None = None,
     keeps_split: bool = False,
 ) -> Comparison | Refusal:
-    """Make a schedule, prove it and simulate it; with a number of `replicas`, as they would run it, sharded or not.
-
-    Where a rank would hold more bytes than the `limit`, costs per layer are split in another way, in which no rank does
-    and the heaviest stage takes least, if there is one. With `keeps_split`, a split of as many stages stays as it is.
+    """Make a schedule, prove it and simulate it; return the figures, or a refusal with the reason.
 
     `costs` that are not per layer are those of all that a rank does for one microbatch, which its stages and slices
     share: so every schedule does equal work. With `per_action` they are those of each stage and slice as they are.
+    `replicas` adds the exchanges of so many copies of the pipeline, whose weights are sharded as `sharding` says.
+
+    Where a rank would hold more bytes than the `limit`, costs per layer are split over the stages in another way: of
+    the splits in which no rank holds more, the one whose heaviest stage takes least. With `keeps_split`, a split that
+    has the same number of stages stays as it is.
     """
     predict = partial(_predict, name, per_action=per_action, replicas=replicas, sharding=sharding)
     try:
         schedule = make()
         row, program = predict(schedule, costs)
-        is_open = isinstance(costs, LayerCosts) and not (keeps_split and len(costs.split) == len(row.split or ()))
-        if limit is None or not limit.in_bytes or not is_open or row.fits(limit):
+        may_resplit = isinstance(costs, LayerCosts) and not (keeps_split and len(costs.split) == len(row.split or ()))
+        if limit is None or not limit.in_bytes or not may_resplit or row.fits(limit):
             return row
         assert isinstance(costs, LayerCosts)
         most_bytes = limit.of_ranks(program.num_ranks, row.num_parts)
@@ -129,15 +131,21 @@ def _predict(
     replicas: int | None,
     sharding: Sharding,
 ) -> tuple[Comparison, Program]:
-    """Prove a schedule and simulate it; return what is predicted of it, and its program. Raises: PenstockError."""
+    """Prove a schedule and simulate it; return the figures, and its program (the schedule with its messages).
+
+    The arguments are those of `compare`.
+
+    Raises:
+        PenstockError: the schedule cannot run, or the costs do not fit it.
+    """
     stage_costs = equal_work_costs(costs, schedule, per_action=per_action)
     if replicas is not None:
         stage_costs = of_replicas(stage_costs, replicas, is_sharded=sharding.shard != NONE)
-    proved = plan(
+    proved_plan = plan(
         schedule, stage_costs, shard=sharding.shard, residency=sharding.residency, look_ahead=sharding.look_ahead
     )
-    timeline, program = proved.timeline, proved.program
-    totals = [sum(parts) for parts in zip(timeline.peak_bytes, timeline.static_bytes, strict=True)]
+    timeline, program = proved_plan.timeline, proved_plan.program
+    peak_and_static_bytes = [sum(parts) for parts in zip(timeline.peak_bytes, timeline.static_bytes, strict=True)]
     row = Comparison(
         name=name,
         makespan_s=timeline.makespan_s,
@@ -148,7 +156,7 @@ def _predict(
         num_messages=len(program.rows_of(IS_SEND)),
         num_microbatches=schedule.num_microbatches,
         num_parts=schedule.parts_per_rank,
-        peak_bytes=totals if any(stage_costs.activation_bytes) else None,
+        peak_bytes=peak_and_static_bytes if any(stage_costs.activation_bytes) else None,
         num_copies=len(schedule.placement.routes),
         split=split_sizes(layers_of_stages(costs, schedule.placement)) if isinstance(costs, LayerCosts) else None,
         step_s=None if replicas is None else timeline.step_s,

@@ -78,7 +78,11 @@ def solve(problem: Problem, start: Ints | None, *, by_span: bool, seconds: float
 
 
 def _attempt(instance: _Instance, start: Ints | None, end_s: float, *, is_prompt: bool = False) -> Solution:
-    """Run the solver until a time; `is_prompt` lets ranks begin only as soon as they can."""
+    """Run OR-tools' CP-SAT on a problem until `end_s` (of `time.perf_counter`); return the best order and the bound.
+
+    The problem is in ticks, whole numbers of a small part of a second. `start` is an order to begin from. With
+    `is_prompt` ranks begin only as soon as they can: a smaller problem, whose bound does not hold for all orders.
+    """
     from ortools.sat.python import cp_model
 
     start_objective = instance.objective(start)
@@ -86,7 +90,8 @@ def _attempt(instance: _Instance, start: Ints | None, end_s: float, *, is_prompt
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = instance.seed
-    # Presolve of 9.15.6755 calls 1 in 100 of these models infeasible that are not (or-tools#5274), and saves no time.
+    # Presolve of 9.15.6755 calls 1 in 100 of these models infeasible that are feasible (or-tools#5274), and saves no
+    # time.
     solver.parameters.cp_model_presolve = False
     # Linear programs take longer than what they prove is worth, and with fine ticks may never end.
     solver.parameters.linearization_level = 0
@@ -97,12 +102,13 @@ def _attempt(instance: _Instance, start: Ints | None, end_s: float, *, is_prompt
     assert status != cp_model.MODEL_INVALID, model.constraints.validate()
     if status == cp_model.INFEASIBLE and start_objective is None:
         return Solution(None, math.inf, not is_prompt, was_interrupted)
+    # Read the order, and measure it again by the simulation's own rules.
     sequence = model.sequence(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     objective = instance.objective(sequence)
     # A bound is a whole number; the solver returns it in floating point.
     bound = max(math.floor(solver.best_objective_bound + 0.5), 0)
     if status == cp_model.INFEASIBLE or (start_objective is not None and start_objective < bound and not is_prompt):
-        bound = 0  # the start shows that the solver is wrong
+        bound = 0  # the start is an order that the solver excludes, so its bound is wrong
     is_proved = objective is not None and objective <= bound
     bound_s = instance.ticks.bound_s(bound, by_span=instance.by_span)
     return Solution(None if objective is None else sequence, bound_s, is_proved, was_interrupted)

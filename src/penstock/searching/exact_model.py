@@ -34,9 +34,11 @@ class Model:
     def __init__(
         self, problem: Problem, horizon: int, *, by_span: bool, is_prompt: bool = False, lost: int = 0
     ) -> None:
-        """Add all constraints of times up to a horizon.
+        """Write a problem as constraints of OR-tools' CP-SAT, of which a solver finds the least objective.
 
-        With `is_prompt`, ranks of a span begin as soon as they can. Times may be `lost` ticks below their seconds.
+        Times are whole ticks, from 0 to `horizon`; a tick's rounding may have cut up to `lost` ticks off a time. The
+        objective is the makespan or, if `by_span`, the longest time from a rank's begin to its last end. With
+        `is_prompt`, ranks begin as soon as they can.
         """
         from ortools.sat.python import cp_model
 
@@ -46,9 +48,12 @@ class Model:
         self._seconds = problem.seconds.astype(np.int64).tolist()
         self._objective = self.constraints.new_int_var(0, horizon, "objective")
         new = self.constraints.new_int_var
+        # Variables: when each action starts, and when its message leaves on a link that carries one at a time.
         self._starts = [new(0, max(horizon - seconds, 0), "") for seconds in self._seconds]
         self._end_times = [start + seconds for start, seconds in zip(self._starts, self._seconds, strict=True)]
         self._leaves = {int(action): new(0, horizon, "") for action in np.flatnonzero(problem.link >= 0)}
+        # Microbatches that are alike run in the order of their numbers, which `waits_of` adds to what actions wait for.
+        # Between further pairs of actions of a rank, a literal (a boolean variable) says which runs first.
         self._groups = groups_alike(problem)
         self._waits = waits_of(problem, self._groups)
         self._precedes = transitive_closure(self._waits)
@@ -153,38 +158,46 @@ class Model:
         self.constraints.minimize(self._objective)
 
     def _add_begins(self, is_prompt: bool, lost: int) -> list[Any]:
-        """Return what counts as the begin of each rank, from which its span is: never less than its first start.
+        """Return a variable per rank for its begin, from which its span counts.
 
-        [1] All begin with one microbatch, each as soon as it has come to them. The rank of stage 0 begins at 0.
-        [2] A rank may also begin with another microbatch, which comes at least an F later. This may pay: the rank then
-            waits less. When this is depends on all that ran before, so any later time is allowed, in steps: a proof
-            tick by tick would not end.
+        A begin can be as late as the rank's first start, or later, so that a bound of the spans holds for every order.
+
+            [1] All ranks begin with one microbatch, each rank as soon as it has come there. The rank of stage 0 begins
+                at 0.
+            [2] A rank may also begin with another microbatch, which comes at least an F later. This may pay: the rank
+                then waits less. When this is depends on all that ran before, so any later time is allowed, in steps: a
+                proof tick by tick would not end.
         """
         problem, add = self.problem, self.constraints.add
         forward = problem.plane(np.arange(problem.num_actions), FORWARD)
-        ways, seconds = _ways(problem), problem.plane(problem.seconds, FORWARD).astype(np.int64)
-        arrivals, least_arrivals = np.cumsum(ways, axis=0), np.cumsum(ways.min(axis=1))
+        ticks_per_hop, seconds = (
+            _ticks_from_stage_before(problem),
+            problem.plane(problem.seconds, FORWARD).astype(np.int64),
+        )
+        arrivals, least_arrivals = np.cumsum(ticks_per_hop, axis=0), np.cumsum(ticks_per_hop.min(axis=1))
         step = max(int(seconds.mean()) // STEPS, 1)
-        latest = self._horizon + step + lost
-        heads = [group[0] for group in self._groups]
-        chosen = [self.constraints.new_bool_var("") for _ in heads]
-        self.constraints.add_exactly_one(chosen)
+        latest_begin = self._horizon + step + lost
+        first_microbatches = [group[0] for group in self._groups]
+        # Exactly one microbatch is the one that all ranks begin with in [1]. Of microbatches that are alike, it is the
+        # first.
+        is_chosen = [self.constraints.new_bool_var("") for _ in first_microbatches]
+        self.constraints.add_exactly_one(is_chosen)
         begins: list[Any] = []
-        for first in (stages[0] for stages in problem.placement.stages_of_rank):
-            starts = [self._starts[forward[first, head]] for head in heads]
-            begin = self.constraints.new_int_var(0, latest, "")
-            is_first = self.constraints.new_bool_var("")  # whether the rank begins with that microbatch
-            for literal, head, start in zip(chosen, heads, starts, strict=True):
+        for stage in (stages[0] for stages in problem.placement.stages_of_rank):
+            starts = [self._starts[forward[stage, microbatch]] for microbatch in first_microbatches]
+            begin = self.constraints.new_int_var(0, latest_begin, "")
+            is_first = self.constraints.new_bool_var("")  # whether the rank begins with the chosen microbatch
+            for literal, microbatch, start in zip(is_chosen, first_microbatches, starts, strict=True):
                 add(begin <= start).only_enforce_if(is_first)  # [1]
-                add(start == int(arrivals[first, head])).only_enforce_if(literal, is_first)
-                add(begin == int(arrivals[first, head])).only_enforce_if(literal, is_first)
+                add(start == int(arrivals[stage, microbatch])).only_enforce_if(literal, is_first)
+                add(begin == int(arrivals[stage, microbatch])).only_enforce_if(literal, is_first)
             begins.append(begin)
-            if is_prompt or first == 0:
+            if is_prompt or stage == 0:
                 add(is_first == 1)
                 continue
-            steps = self.constraints.new_int_var(0, latest // step, "")
-            add(begin == int(least_arrivals[first]) + step * steps).only_enforce_if(~is_first)  # [2]
-            earliest = int(least_arrivals[first]) + int(seconds[:first].min())
+            steps = self.constraints.new_int_var(0, latest_begin // step, "")
+            add(begin == int(least_arrivals[stage]) + step * steps).only_enforce_if(~is_first)  # [2]
+            earliest = int(least_arrivals[stage]) + int(seconds[:stage].min())
             for start in starts:
                 add(start >= earliest).only_enforce_if(~is_first)
                 add(start >= begin - step + 1 - lost).only_enforce_if(~is_first)
@@ -250,7 +263,7 @@ def _in_turn(problem: Problem, groups: list[list[int]], column: NDArray[np.float
     return table.reshape(-1)
 
 
-def _ways(problem: Problem) -> NDArray[np.int64]:
+def _ticks_from_stage_before(problem: Problem) -> NDArray[np.int64]:
     """Return the ticks from when a first microbatch comes to the stage before to when it comes to each stage."""
     firsts = [stages[0] for stages in problem.placement.stages_of_rank]
     assert all(first == 0 or first - 1 in firsts for first in firsts), "a rank begins behind the begin of another"

@@ -133,7 +133,12 @@ class MemoryOfSplits:
 
 
 def _bytes_of_parts(costs: LayerCosts, num_slices: int, shards: int) -> Array:
-    """Return [size, start, stop] bytes of a stage that has the layers of this range, of one microbatch or slice."""
+    """Return [size, start, stop] the bytes of each size for a stage that has the layers `start` to `stop`.
+
+    Sizes are what a rank may hold (`SIZES`): an activation, a message and so on, of one microbatch cut into
+    `num_slices`, then parameters, gradients and static bytes, which replicas may store in `shards`. All pairs of
+    `start` and `stop` are computed at once; those with `start` after `stop` mean nothing.
+    """
     num_layers = costs.num_layers
 
     def of_layers(name: str) -> Array:
@@ -146,46 +151,52 @@ def _bytes_of_parts(costs: LayerCosts, num_slices: int, shards: int) -> Array:
     outputs = np.concatenate([[0.0], of_layers("message_bytes")])  # of the layer before each stop
     inputs = np.append(of_layers("checkpoint_bytes"), 0.0) if costs.checkpoint_bytes else outputs
     activation = summed(of_layers("activation_bytes"))
-    static = sum(of_layers(name) for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"))
-    ones = np.ones((num_layers + 1, num_layers + 1))
-    of_value = {
+    static_of_layers = sum(of_layers(name) for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"))
+    all_ranges = np.ones((num_layers + 1, num_layers + 1))
+    size_of_value = {
         "activation": activation,
         "weight_context": summed(of_layers("weight_context_bytes")) if costs.weight_context_bytes else activation,
-        "checkpoint": inputs[:, None] * ones,
-        "message": outputs[None, :] * ones,
+        "checkpoint": inputs[:, None] * all_ranges,
+        "message": outputs[None, :] * all_ranges,
     }
-    sizes = {name: np.rint(value / num_slices) for name, value in of_value.items()}
+    sizes = {name: np.rint(value / num_slices) for name, value in size_of_value.items()}
     sizes |= {"weights": summed(of_layers("parameter_bytes")), "gradient": summed(of_layers("gradient_bytes"))}
-    sizes[STATIC] = np.ceil(summed(np.asarray(static)) / shards)
+    sizes[STATIC] = np.ceil(summed(np.asarray(static_of_layers)) / shards)
     return np.stack([sizes[name] for name in SIZES])
 
 
 def _times_of_ranks(costs: LayerCosts, program: Program, is_there: Sequence[bool]) -> list[Array]:
-    """Return for each rank how many times it holds each size, [row, size, part], in rows that may be its fullest."""
+    """Return for each rank how many of each size it holds at once, [row, size, part], for rows that may be its fullest.
+
+    The bytes that a rank holds at a row are these numbers times the sizes (an activation, a message and so on) of each
+    part (a stage of one copy of the model). The numbers do not depend on how layers are split. `is_there[size]` says
+    which sizes the costs know.
+    """
     placement, num_stages = program.placement, program.num_stages
     num_parts = len(placement.routes[0])
     factor = np.array(costs.spread_out("microbatch_bytes_factor", program.num_microbatches, "microbatch"))
     factors = factor if (factor != 1).any() else None
     static = np.zeros((program.num_ranks, num_parts))
     columns: list[dict[tuple[int, int], Array]] = [{} for _ in range(program.num_ranks)]
-    ones_of_part = np.zeros((num_parts, num_stages), np.int64)
+    stages_of_part = np.zeros((num_parts, num_stages), np.int64)
     for route in placement.routes:
-        ones_of_part[range(num_parts), route] = 1  # both copies of a part have the same layers
-    for part, ones in enumerate(ones_of_part):
-        static[:, part] = StageBytes.of(num_stages, static=ones).static_of_ranks(placement)
+        stages_of_part[range(num_parts), route] = 1  # both copies of a part have the same layers
+    for part, is_of_part in enumerate(stages_of_part):
+        static[:, part] = StageBytes.of(num_stages, static=is_of_part).static_of_ranks(placement)
+    # Count each size of each part by itself: a size of 1 for the part's stages and 0 for all others.
     for part, index in product(range(num_parts), np.flatnonzero(is_there[: len(ALIVE)]).tolist()):
-        sizes = replace(StageBytes.of(num_stages, **{ALIVE[index]: ones_of_part[part]}), microbatch_factor=factors)
-        times = live_shares(program, sizes)
+        sizes = replace(StageBytes.of(num_stages, **{ALIVE[index]: stages_of_part[part]}), microbatch_factor=factors)
+        num_held = live_shares(program, sizes)
         for rank, rows in enumerate(program.ranks):
-            if times[rows].any():  # a rank holds sizes of few parts, so that few columns are kept
-                columns[rank][index, part] = times[rows]
+            if num_held[rows].any():  # a rank holds sizes of few parts, so that few columns are kept
+                columns[rank][index, part] = num_held[rows]
     times_of_ranks = []
     for rank, columns_of_rank in enumerate(columns):
         has_columns = bool(columns_of_rank)
-        fullest = _fullest(np.stack(list(columns_of_rank.values()), axis=1)) if has_columns else np.zeros((1, 0))
-        times_of_rank = np.zeros((len(fullest), len(SIZES), num_parts))
+        fullest_rows = _fullest(np.stack(list(columns_of_rank.values()), axis=1)) if has_columns else np.zeros((1, 0))
+        times_of_rank = np.zeros((len(fullest_rows), len(SIZES), num_parts))
         for column, (index, part) in enumerate(columns_of_rank):
-            times_of_rank[:, index, part] = fullest[:, column]
+            times_of_rank[:, index, part] = fullest_rows[:, column]
         times_of_rank[:, SIZES.index(STATIC)] = static[rank]
         times_of_ranks.append(times_of_rank)
     return times_of_ranks

@@ -20,6 +20,8 @@ from penstock.searching.problem import Ints, Problem, Seconds
 from penstock.searching.sequences import Columns, Timing, clear, earliest_s, put
 
 Bools = NDArray[np.bool_]
+NEVER_S = 1e300
+"""Later than any time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +99,7 @@ def _neighbours(problem: Problem) -> NDArray[np.int64]:
     return np.ascontiguousarray(np.array(placement.rank_of_stage)[neighbours], np.int64)
 
 
-def _oldest_microbatch(state: Any, rank: int) -> int:
+def _oldest_microbatch(state: _State, rank: int) -> int:
     """Return the oldest microbatch that a rank has not brought to its last I; their number where there is none."""
     oldest = state.num_microbatches
     for index in range(state.offsets[rank], state.offsets[rank + 1]):
@@ -106,7 +108,7 @@ def _oldest_microbatch(state: Any, rank: int) -> int:
     return int(oldest)
 
 
-def _missing_bytes(columns: Any, state: Any, rank: int, microbatch: int) -> int:
+def _missing_bytes(columns: Any, state: _State, rank: int, microbatch: int) -> int:
     """Return the bytes that the F of a microbatch have yet to take on a rank."""
     num_bytes = 0
     for index in range(state.offsets[rank], state.offsets[rank + 1]):
@@ -116,7 +118,7 @@ def _missing_bytes(columns: Any, state: Any, rank: int, microbatch: int) -> int:
     return int(num_bytes)
 
 
-def _may_forward(columns: Any, state: Any, timing: Any, rank: int, stage: int, action: int) -> bool:
+def _may_forward(columns: Columns, state: _State, timing: Timing, rank: int, stage: int, action: int) -> bool:
     """Whether a forward may run by the numbers under way and by memory, with room left for the oldest microbatch."""
     microbatch = state.num_run[0, stage]
     if microbatch - state.num_run[1, stage] >= state.most_under_way[stage]:
@@ -130,7 +132,7 @@ def _may_forward(columns: Any, state: Any, timing: Any, rank: int, stage: int, a
     return bool(held_bytes + _missing_bytes(columns, state, rank, oldest) <= columns.limit[rank])
 
 
-def _ready_s(columns: Any, state: Any, timing: Any, plane: int, stage: int, rank: int) -> float:
+def _ready_s(columns: Columns, state: _State, timing: Timing, plane: int, stage: int, rank: int) -> float:
     """Return when the next action of a stage could start; below 0 where it cannot yet."""
     microbatch = state.num_run[plane, stage]
     if microbatch == state.num_microbatches or (plane > 0 and state.num_run[plane - 1, stage] <= microbatch):
@@ -147,11 +149,11 @@ def _ready_s(columns: Any, state: Any, timing: Any, plane: int, stage: int, rank
     return earliest_s(columns, timing, action)
 
 
-def _find_next(columns: Any, state: Any, timing: Any, rank: int) -> None:
+def _find_next(columns: Columns, state: _State, timing: Timing, rank: int) -> None:
     """Find the next F, I and W of a rank, of several stages the one that can start first."""
     for plane in range(3):
         state.action_of_plane[plane] = -1
-        state.ready_s[plane] = 1e300
+        state.ready_s[plane] = NEVER_S
         for index in range(state.offsets[rank], state.offsets[rank + 1]):
             stage = state.stages[index]
             start_s, first_s = _ready_s(columns, state, timing, plane, stage, rank), state.ready_s[plane]
@@ -161,7 +163,7 @@ def _find_next(columns: Any, state: Any, timing: Any, rank: int) -> None:
                 state.ready_s[plane] = start_s
 
 
-def _choose_plane(columns: Any, state: Any, timing: Any, rank: int) -> int:
+def _choose_plane(columns: Columns, state: _State, timing: Timing, rank: int) -> int:
     """Return the plane of what a rank runs next by its setting; -1 where there is nothing to run."""
     first, second = (1, 0) if state.prefers_inputs[rank] else (0, 1)
     actions, ready_s = state.action_of_plane, state.ready_s
@@ -176,14 +178,21 @@ def _choose_plane(columns: Any, state: Any, timing: Any, rank: int) -> int:
     return plane if actions[plane] >= 0 else -1
 
 
-def _list(columns: Any, state: Any, timing: Any, sequence: Any) -> int:
-    """Fill a sequence; return how many actions could be put into it."""
+def _fill_sequence(columns: Columns, state: _State, timing: Timing, sequence: Any) -> int:
+    """Put actions into `sequence` one after another, always the one that can start first; return how many there are.
+
+    `state.next_action` [num_ranks] holds what each rank would run next by its rules, -1 for nothing, and `state.next_s`
+    when. A return below the number of all actions means that memory leaves no rank anything to run. A plane is a kind:
+    forward, input gradient or weight gradient; the number of an action is (plane x stages + stage) x microbatches +
+    microbatch.
+    """
     plane_size = len(state.stages) * state.num_microbatches
     clear(timing)
     for index in range(len(sequence)):
         action = -1
-        start_s = 1e300
+        start_s = NEVER_S
         for rank in range(len(state.next_action)):
+            # Choose anew only on ranks for which the last action has changed something.
             if state.is_changed[rank]:
                 state.is_changed[rank] = False
                 _find_next(columns, state, timing, rank)
@@ -206,4 +215,4 @@ def _list(columns: Any, state: Any, timing: Any, sequence: Any) -> int:
 
 
 _HELPERS = (_find_next, _choose_plane, _ready_s, _may_forward, _missing_bytes, _oldest_microbatch)
-_LIST = Hot(_list, *_HELPERS, earliest_s, put, clear)
+_LIST = Hot(_fill_sequence, *_HELPERS, earliest_s, put, clear)

@@ -98,7 +98,7 @@ def _shift(sequence: Any, index_of_action: Any, begin: int, end: int) -> None:
     index_of_action[action] = end
 
 
-def _previous_on_rank(columns: Any, state: Any, action: int) -> int:
+def _previous_on_rank(columns: Columns, state: State, action: int) -> int:
     """Return the action that its rank runs before it, -1 for none."""
     index = state.index_of[action] - 1
     while index >= 0 and columns.rank[state.sequence[index]] != columns.rank[action]:
@@ -106,7 +106,7 @@ def _previous_on_rank(columns: Any, state: Any, action: int) -> int:
     return int(state.sequence[index]) if index >= 0 else -1
 
 
-def _find_path(columns: Any, state: Any, timing: Any, by_span: bool) -> int:
+def _find_path(columns: Any, state: State, timing: Timing, by_span: bool) -> int:
     """Find the actions of a critical path, the last one first; return how many there are."""
     action = state.sequence[0]
     longest_s = -1.0
@@ -126,7 +126,7 @@ def _find_path(columns: Any, state: Any, timing: Any, by_span: bool) -> int:
     return count
 
 
-def _target(columns: Any, successors: Any, state: Any, action: int) -> int:
+def _draw_target(columns: Columns, successors: Any, state: State, action: int) -> int:
     """Draw the index to which an action goes: past some of its rank's actions, between its sources and successors."""
     num_to_pass = 1 + _draw(state.random, LONGEST_MOVE)
     is_earlier = _draw(state.random, 2) == 0
@@ -152,7 +152,7 @@ def _target(columns: Any, successors: Any, state: Any, action: int) -> int:
     return int(target)
 
 
-def _cost_s(timing: Any, by_span: bool) -> float:
+def _cost_s(timing: Timing, by_span: bool) -> float:
     """Return the objective, and a little of the mean end of all ranks, which tells sequences of one objective apart."""
     total_s = 0.0
     for rank in range(len(timing.free_s)):
@@ -161,7 +161,7 @@ def _cost_s(timing: Any, by_span: bool) -> float:
     return float(objective_s + SHARE_OF_ALL * total_s / len(timing.free_s))
 
 
-def _is_accepted(columns: Any, state: Any, timing: Any, more_s: float, temperature_s: float) -> bool:
+def _is_accepted(columns: Any, state: State, timing: Timing, more_s: float, temperature_s: float) -> bool:
     """Whether a sequence is accepted that costs `more_s` more seconds than the one before the move."""
     for rank in range(len(columns.limit)):
         if timing.peak_bytes[rank] > columns.limit[rank]:
@@ -169,16 +169,22 @@ def _is_accepted(columns: Any, state: Any, timing: Any, more_s: float, temperatu
     return more_s <= 0.0 or more_s < temperature_s * _draw(state.random, 1000000) / 1000000.0
 
 
-def _note_best(state: Any, objective_s: float) -> None:
+def _note_best(state: State, objective_s: float) -> None:
     if objective_s < state.best_s[0]:
         state.best_s[0] = objective_s
         for index in range(len(state.sequence)):
             state.best[index] = state.sequence[index]
 
 
-def _move(
-    columns: Any, successors: Any, by_span: bool, num_moves: int, temperature_s: float, state: Any, timing: Any
+def _try_moves(
+    columns: Columns, successors: Any, by_span: bool, num_moves: int, temperature_s: float, state: State, timing: Timing
 ) -> None:
+    """Try `num_moves` random moves of an action to another place of `state.sequence`; write the best into `state.best`.
+
+    A sequence has all actions of all ranks in an order in which they can run; a move keeps each action between what it
+    waits for and its `successors` [num_actions, 2]. A move that makes the step longer is kept with a chance that falls
+    with the seconds lost and grows with `temperature_s`; one that breaks the memory limit is undone.
+    """
     num_actions = len(state.sequence)
     num_accepted = 0
     for index in range(num_actions):
@@ -187,10 +193,10 @@ def _move(
     cost_s = _cost_s(timing, by_span)
     num_critical = _find_path(columns, state, timing, by_span)
     for _number in range(num_moves):
-        is_critical = _draw(state.random, 2) == 0
+        is_critical = _draw(state.random, 2) == 0  # half of the moves take an action of the critical path
         action = state.path[_draw(state.random, num_critical)] if is_critical else _draw(state.random, num_actions)
         begin = state.index_of[action]
-        target = _target(columns, successors, state, action)
+        target = _draw_target(columns, successors, state, action)
         if target == begin:
             continue
         _shift(state.sequence, state.index_of, begin, target)
@@ -200,11 +206,12 @@ def _move(
             _shift(state.sequence, state.index_of, target, begin)
             continue
         num_accepted += 1
+        # The critical path (actions that decide how long the step takes) is found anew when the time has changed.
         if new_cost_s != cost_s or num_accepted % LOOKS_AGAIN == 0:
             num_critical = _find_path(columns, state, timing, by_span)
         cost_s = new_cost_s
         _note_best(state, timing.span_s[0] if by_span else timing.makespan_s[0])
 
 
-_HELPERS = (_find_path, _previous_on_rank, _target, _cost_s, _is_accepted, _note_best, _shift, _draw)
-_MOVE = Hot(_move, *_HELPERS, *TIMERS)
+_HELPERS = (_find_path, _previous_on_rank, _draw_target, _cost_s, _is_accepted, _note_best, _shift, _draw)
+_MOVE = Hot(_try_moves, *_HELPERS, *TIMERS)

@@ -77,7 +77,10 @@ class Problem:
 
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int, costs: Costs, *, counts: bool = False) -> "Problem":
-        """Return the problem of a placement under costs, without a limit; `counts` are of activations, not of bytes.
+        """Return the problem of a placement under costs: all F, I and W of each stage and microbatch, without a limit.
+
+        F is a forward, I an input gradient, W a weight gradient. `counts` measures memory in activations instead of
+        bytes. Columns are made for the rows of a table of all actions, and then sorted by the actions' numbers.
 
         Raises:
             ConfigError: the costs are for another number of stages or microbatches, or do not know F, I and W.

@@ -53,10 +53,14 @@ def problems_of(
     *,
     per_action: bool = False,
 ) -> list[tuple[Problem, Costs]]:
-    """Return the problem of each placement that was asked for and can have such costs, and what its stages cost.
+    """Return what is to be ordered on each placement that can have such costs, and the costs of its stages.
+
+    `placement` is a name, or `any` for all that are known; a placement says which rank holds which stage. A
+    `memory_limit` is one text or number for all ranks, or one per rank. With `per_action`, costs are of single actions,
+    and not of all that a rank does for a microbatch.
 
     Raises:
-        ConfigError, PartitionError: where no placement can, for the first of them; and for a limit that is none.
+        ConfigError, PartitionError: no placement can have these costs, with the first one's reason; or a wrong limit.
     """
     require_choice("placement", placement, (*PLACEMENTS, ANY))
     refusals: list[ConfigError | PartitionError] = []

@@ -144,11 +144,15 @@ def _require_values(costs: Costs | LayerCosts, objective: object, seconds: objec
 
 
 def _best_of(searches: list["_Search"], resplit: Callable[[Placement], "_Search | None"] | None = None) -> SearchResult:
-    """Search the placements one after the other, those first whose bounds allow most; return the best result.
+    """Search the placements one after another, those with the least lower bound first; return the best result.
 
-    A placement whose bound is not below a result needs no search, unless its layers may be split in another way: its
-    bound holds for the usual split. Where the usual split leaves no order, `resplit` gives the search with another one,
-    which takes the place of the first in `searches`. No order of any of these searches is below the least bound.
+    A placement whose bound is not below the best result so far is left out, unless its layers may be split in another
+    way: its bound holds for the usual split alone. Where no order fits with the usual split, `resplit` gives the search
+    with another split, which takes the first one's place in `searches`. The least bound of all searches is that of the
+    result. Ctrl-C ends the search early, and is raised again if there is no result yet.
+
+    Raises:
+        ScheduleError: nothing fits the memory limit on any placement.
     """
     results: list[SearchResult] = []
     was_interrupted = False
@@ -168,6 +172,7 @@ def _best_of(searches: list["_Search"], resplit: Callable[[Placement], "_Search 
             break
     if not results:
         raise nothing_fits([(search.problem, search.question) for search in searches])
+    # A bound by the solver holds for the result only if every placement has one.
     solver_bounds_s = [search.solver_bound_s for search in searches if search.solver_bound_s is not None]
     return replace(
         best_result(results),
@@ -231,8 +236,8 @@ class _Search:
         if best is not None:
             self._best_s, self._seconds_before = best.objective_s, seconds_before
         self._budget.begin()
-        results = self._run_from(self._start)
-        return results if results or not self._is_last_split else self._run_from(self._start_again)
+        results = self._run_from(self._first_candidates)
+        return results if results or not self._is_last_split else self._run_from(self._last_candidates)
 
     def _run_from(self, start: Callable[[], list[Candidate]]) -> list[SearchResult]:
         was_interrupted = False
@@ -242,7 +247,7 @@ class _Search:
                 self._solve()
         except KeyboardInterrupt:
             was_interrupted = True
-        return self._end(was_interrupted=was_interrupted)
+        return self._final_results(was_interrupted=was_interrupted)
 
     @property
     def _goal_s(self) -> float:
@@ -255,14 +260,14 @@ class _Search:
         is_small = self.problem.num_actions <= MOST_ACTIONS
         return is_small and not self._budget.counts_evaluations and is_installed()
 
-    def _start(self) -> list[Candidate]:
+    def _first_candidates(self) -> list[Candidate]:
         self._families = list(of_families(self.problem, by_span=self.question.by_span))
         self._budget.spent += len(self._families)
         starts = starts_of(self.problem, self._families, self.question, self._budget)
         self._searched += [start for start in starts if start.method != "family"]
         return starts
 
-    def _start_again(self) -> list[Candidate]:
+    def _last_candidates(self) -> list[Candidate]:
         """Return the last resort; earlier candidates are left out, because all of them break the limit."""
         self._last_resort = last_resort(self.problem, self.question)
         self._searched = list(self._last_resort)
@@ -299,7 +304,13 @@ class _Search:
         if solution.was_interrupted:
             raise KeyboardInterrupt
 
-    def _end(self, *, was_interrupted: bool) -> list[SearchResult]:
+    def _final_results(self, *, was_interrupted: bool) -> list[SearchResult]:
+        """Return the best order of this placement as a list of one result, or an empty list where none fits.
+
+        Candidates were measured by the search's own timing. The best few, and the families, are now lowered, proved and
+        simulated, and the shortest or, under noise, the one with the shortest mean is taken. A search that Ctrl-C ended
+        raises KeyboardInterrupt if nothing fits.
+        """
         question, by_span = self.question, self.question.by_span
         best_few = different(sorted(self._searched, key=by_objective))[:MOST_FINALISTS]
         candidates = [*best_few, *self._last_resort, *self._families]

@@ -150,18 +150,20 @@ def clear(timing: Any) -> None:
         timing.link_free_s[link] = 0.0
 
 
-def time_sequence(sequence: Any, columns: Any, timing: Any) -> None:
-    """Time all actions of a sequence, one after the other.
+def time_sequence(sequence: Any, columns: Columns, timing: Timing) -> None:
+    """Write into `timing` when each action of a sequence starts and ends, what ranks hold, and how long all takes.
 
-    It does itself what `earliest_s` and `put` do: compiled, calls with all columns take many times as long.
+    A sequence has all actions of all ranks in an order in which they can run. An action starts when its rank is free
+    and the message that it takes has arrived; a message waits for its link, which carries one at a time. The body
+    repeats `earliest_s` and `put`: compiled, calls with all columns take many times as long.
     """
     clear(timing)
     ranks, links, sources, seconds = columns.rank, columns.link, columns.source, columns.seconds
     lag_s, wire_s, taken_bytes, freed_bytes = columns.lag_s, columns.wire_s, columns.taken_bytes, columns.freed_bytes
     starts_s, ends_s, arrivals_s, held_bytes = timing.start_s, timing.end_s, timing.arrival_s, timing.held_bytes
     first_s, free_s, link_free_s, peak_bytes = timing.first_s, timing.free_s, timing.link_free_s, timing.peak_bytes
-    begin_s = 1e300
-    last_s = 0.0
+    first_start_s = 1e300
+    last_end_s = 0.0
     for index in range(len(sequence)):
         action = sequence[index]
         rank = ranks[action]
@@ -187,16 +189,17 @@ def time_sequence(sequence: Any, columns: Any, timing: Any) -> None:
             arrival_s += wire_s[action]
             link_free_s[link] = arrival_s
         arrivals_s[action] = arrival_s
-        if start_s < begin_s:
-            begin_s = start_s
-        if end_s > last_s:
-            last_s = end_s
-    longest_s = 0.0
+        if start_s < first_start_s:
+            first_start_s = start_s
+        if end_s > last_end_s:
+            last_end_s = end_s
+    longest_span_s = 0.0
     for rank in range(len(free_s)):
-        if free_s[rank] - first_s[rank] > longest_s:
-            longest_s = free_s[rank] - first_s[rank]
-    timing.makespan_s[0] = last_s - begin_s - columns.launch_s
-    timing.span_s[0] = longest_s - columns.launch_s
+        if free_s[rank] - first_s[rank] > longest_span_s:
+            longest_span_s = free_s[rank] - first_s[rank]
+    # The launch of the first action is before the makespan begins.
+    timing.makespan_s[0] = last_end_s - first_start_s - columns.launch_s
+    timing.span_s[0] = longest_span_s - columns.launch_s
 
 
 TIMERS = (time_sequence, clear)

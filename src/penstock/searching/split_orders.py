@@ -30,27 +30,29 @@ BACKWARDS = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 def split_within(
     costs: LayerCosts, placements: Sequence[Placement], microbatches: int, limit: Limit
 ) -> tuple[Placement, Split]:
-    """Return the placement and the split with which a known order fits, of several the fastest.
+    """Return the placement and the layers per stage with which a known order fits a memory limit: the fastest pair.
+
+    Known orders are those of the families of schedules, and one microbatch at a time, which needs least memory.
 
     Raises:
-        ScheduleError: where none of these orders fits with any split that was found; it names what needs least.
+        ScheduleError: none of these orders fits with any split that was found; the message names what needs least.
     """
     fastest_s, fastest = inf, None
-    least: tuple[float, Split, bool] = (inf, (), True)
+    least_memory: tuple[float, Split, bool] = (inf, (), True)
     for placement in placements:
         for schedule in (one_at_a_time(placement, microbatches), *families_of([placement], microbatches)):
             program = lower(schedule)
             most_bytes = limit.of_ranks(program.num_ranks, schedule.parts_per_rank)
             splits = fitting_split(costs, program, most_bytes, costs.shards)
-            least = min(least, (splits.least_bytes, splits.least, splits.is_exact))
+            least_memory = min(least_memory, (splits.least_bytes, splits.least, splits.is_exact))
             if splits.split is None:
                 continue
-            parts = layers_of_stages(replace(costs, split=splits.split), placement)
-            makespan_s = simulate(program, costs.of_table(schedule, parts)).makespan_s
+            stage_layers = layers_of_stages(replace(costs, split=splits.split), placement)
+            makespan_s = simulate(program, costs.of_table(schedule, stage_layers)).makespan_s
             if makespan_s < fastest_s:
                 fastest_s, fastest = makespan_s, (placement, splits.split)
     if fastest is None:
-        num_bytes, split, is_exact = least
+        num_bytes, split, is_exact = least_memory
         scope = "whatever the split" if is_exact else "and not every split was tried"
         raise ScheduleError(
             f"no order was found that fits a limit of {limit}, {scope}; with one microbatch at a time, which needs "

@@ -25,7 +25,7 @@ def vee_sweeps(problem: Problem) -> Iterator[Ints | None]:
     """Yield the sequences of each of the four settings; None where memory leaves no way."""
     for setting in product((True, False), repeat=2):
         num_spare, sweep = next(
-            ((number, sweep) for number in range(MOST_SPARE + 1) if (sweep := _swept(problem, setting, number))),
+            ((number, sweep) for number in range(MOST_SPARE + 1) if (sweep := _sweep_with(problem, setting, number))),
             (0, None),
         )
         most_s = math.inf
@@ -34,12 +34,12 @@ def vee_sweeps(problem: Problem) -> Iterator[Ints | None]:
             if sweep.idle_s.max() >= most_s:
                 break
             most_s = sweep.idle_s.max()
-            sweep = _swept(problem, setting, num_spare, sweep.idle_s)
+            sweep = _sweep_with(problem, setting, num_spare, sweep.idle_s)
         else:
             yield None
 
 
-def _swept(problem: Problem, setting: tuple[bool, ...], num_spare: int, allowed_s: Any = None) -> Sweep | None:
+def _sweep_with(problem: Problem, setting: tuple[bool, ...], num_spare: int, allowed_s: Any = None) -> Sweep | None:
     columns, sweep, timing = Columns.of(problem), Sweep.of(problem, allowed_s), Timing.of(problem)
     stages = np.zeros(problem.num_ranks, np.int64)
     is_complete = _SWEEP.compiled(columns, sweep, timing, *setting, num_spare, stages)
@@ -55,13 +55,20 @@ def _sweep_vee(
     num_spare: int,
     stages: Any,
 ) -> bool:
-    """Fill a sequence; return whether it could be completed. `stages` has room for a stage of each rank."""
+    """Write all actions into `sweep.sequence`, a schedule on a V; return False where memory leaves no way.
+
+    On a V, rank r has the stages r and 2p - 1 - r. `fills_forwards` and `fills_inputs` say whether a weight gradient
+    may delay a forward, or an input gradient of a later stage, on a rank that would else idle most. `num_spare` is how
+    many activations each rank leaves free in the warm-up. `stages` [num_ranks] is memory for this function.
+    """
     clear(timing)
     for action in range(len(timing.arrival_s)):
-        timing.arrival_s[action] = -1.0  # of an action that has not run
+        timing.arrival_s[action] = -1.0  # -1: the action has not run
     num_ranks = sweep.num_ranks
     if not _warm_up(columns, sweep, timing, num_spare):
         return False
+    # In each round every rank runs one input gradient and then one forward, until all input gradients have run. A round
+    # in which nothing runs would repeat for ever.
     while sweep.num_run[INPUT, 0] < sweep.num_microbatches or sweep.num_run[INPUT, num_ranks] < sweep.num_microbatches:
         length = sweep.length[0]
         if not _run_inputs(columns, sweep, timing, fills_inputs, stages):
@@ -89,21 +96,21 @@ def _warm_up(columns: Columns, sweep: Sweep, timing: Timing, num_spare: int) -> 
             return False
     for rank in range(num_ranks - 1, -1, -1):
         late = _later_stage(sweep, rank)
-        while rank < num_ranks - 1 and _has_time(columns, sweep, timing, rank, num_spare):
-            if not _warm_up_ranks(columns, sweep, timing, 0, rank + 1, 1, False):
+        while rank < num_ranks - 1 and _fits_before_return(columns, sweep, timing, rank, num_spare):
+            if not _run_forward_of_each(columns, sweep, timing, 0, rank + 1, 1, False):
                 return False
         if not _run_next(columns, sweep, timing, FORWARD, late):
             return False
     takes_late = False
     for rank in range(1, num_ranks):
-        while _is_behind(sweep, rank):
-            if not _warm_up_ranks(columns, sweep, timing, num_ranks - 1, rank - 1, -1, takes_late):
+        while _has_fewer_forwards(sweep, rank):
+            if not _run_forward_of_each(columns, sweep, timing, num_ranks - 1, rank - 1, -1, takes_late):
                 return False
             takes_late = not takes_late
     return True
 
 
-def _warm_up_ranks(
+def _run_forward_of_each(
     columns: Columns, sweep: Sweep, timing: Timing, first: int, end: int, step: int, takes_late: bool
 ) -> bool:
     """Run an F of the later or the earlier stage of each of these ranks; return whether that could be done."""
@@ -114,7 +121,7 @@ def _warm_up_ranks(
     return True
 
 
-def _has_time(columns: Columns, sweep: Sweep, timing: Timing, rank: int, num_spare: int) -> bool:
+def _fits_before_return(columns: Columns, sweep: Sweep, timing: Timing, rank: int, num_spare: int) -> bool:
     """Whether all ranks up to one can run an F more before the first microbatch comes back to it."""
     action = next_of(sweep, FORWARD, rank)
     if sweep.num_run[FORWARD, rank] >= sweep.num_microbatches - rank:
@@ -125,7 +132,7 @@ def _has_time(columns: Columns, sweep: Sweep, timing: Timing, rank: int, num_spa
     return bool(timing.free_s[rank] + columns.seconds[action] <= back_s)
 
 
-def _is_behind(sweep: Sweep, rank: int) -> bool:
+def _has_fewer_forwards(sweep: Sweep, rank: int) -> bool:
     """Whether a rank has run fewer F than the one before it."""
     late = sweep.num_run[FORWARD, _later_stage(sweep, rank)]
     late_of_previous = sweep.num_run[FORWARD, _later_stage(sweep, rank - 1)]
@@ -205,12 +212,12 @@ def _run_forwards(columns: Columns, sweep: Sweep, timing: Timing, fills_forwards
 
 _HELPERS = (
     _warm_up,
-    _warm_up_ranks,
+    _run_forward_of_each,
     _run_inputs,
     _run_forwards,
     _run_input,
-    _has_time,
-    _is_behind,
+    _fits_before_return,
+    _has_fewer_forwards,
     _run_next,
     _can_run,
     _later_stage,
