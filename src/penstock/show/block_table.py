@@ -102,9 +102,11 @@ class _Facts:
 
 
 def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = ()) -> BlockTable:
-    """Lay out the blocks of timelines of one number of ranks, rank by rank.
+    """Lay out timelines with the same number of ranks for a page: one lane per rank and timeline, in one table.
 
-    `costs` are those that each timeline was predicted with; None, or an empty sequence, where they are not known.
+    A block is a computation or an overlapped pair; the table has a row per block, lane after lane, with times in ticks.
+    A bar is a collective or copy beside the blocks. `costs` are those that each timeline was predicted with; None, or
+    an empty sequence, where they are not known.
 
     Raises:
         ConfigError: for timelines of different numbers of ranks.
@@ -120,22 +122,29 @@ def block_table(timelines: Sequence[Timeline], costs: Sequence[Costs | None] = (
     bar_columns: list[Columns] = []
     bar_names: dict[tuple[str, int], int] = {}
     timelines_with_costs = zip(timelines, costs or [None] * len(timelines), strict=True)
-    facts = [_facts_of(timeline, own_costs, in_bytes=in_bytes) for timeline, own_costs in timelines_with_costs]
-    first = first_bar = 0
+    facts_of_timelines = [
+        _facts_of(timeline, costs_of_timeline, in_bytes=in_bytes)
+        for timeline, costs_of_timeline in timelines_with_costs
+    ]
+    first_block = first_bar = 0
     for rank in range(num_ranks[0]):
         for index, timeline in enumerate(timelines):
             blocks = blocks_of_rank(timeline, rank)
-            facts[index].index_of_row[blocks.row] = first + np.arange(len(blocks))
-            bars = _bars(timeline, rank, tick_s, bar_names)
+            facts_of_timelines[index].index_of_row[blocks.row] = first_block + np.arange(len(blocks))
+            bars = _bar_columns(timeline, rank, tick_s, bar_names)
             num_bars = len(bars["bar_gap"])
-            # A lane of n blocks has n + 1 gaps, so the gaps of each lane before this one are one more than its blocks.
-            bar_columns.append(bars | _idle(facts[index].idle[rank], first + len(lanes), tick_s))
-            lanes.append(TableLane(rank, index, first, len(blocks), first_bar, num_bars))
+            # A lane of n blocks has n + 1 gaps, so the index of its first gap is that of its first block plus the lanes
+            # so far.
+            bar_columns.append(
+                bars | _idle_columns(facts_of_timelines[index].idle[rank], first_block + len(lanes), tick_s)
+            )
+            lanes.append(TableLane(rank, index, first_block, len(blocks), first_bar, num_bars))
             blocks_of_lanes.append((index, blocks))
-            first, first_bar = first + len(blocks), first_bar + num_bars
-    # In a second pass: the producer of a block may be in a lane further down, which has indices only now.
+            first_block, first_bar = first_block + len(blocks), first_bar + num_bars
+    # Columns come in a second pass: the block that made a message may be in a lane further down, which has indices only
+    # now.
     columns_of_lanes = [
-        _columns(facts[index], blocks, tick_s, in_bytes=in_bytes) | more_columns
+        _columns_of_lane(facts_of_timelines[index], blocks, tick_s, in_bytes=in_bytes) | more_columns
         for (index, blocks), more_columns in zip(blocks_of_lanes, bar_columns, strict=True)
     ]
     columns = {name: np.concatenate([lane[name] for lane in columns_of_lanes]) for name in columns_of_lanes[0]}
@@ -155,7 +164,7 @@ def _facts_of(timeline: Timeline, costs: Costs | None, *, in_bytes: bool) -> _Fa
     return _Facts(timeline, *levels, *waits_of(timeline), is_critical, idle_gaps(timeline, costs), index_of_row)
 
 
-def _bars(timeline: Timeline, rank: int, tick_s: float, names: dict[tuple[str, int], int]) -> Columns:
+def _bar_columns(timeline: Timeline, rank: int, tick_s: float, names: dict[tuple[str, int], int]) -> Columns:
     """Lay out the bars of one rank; `names`, indices by instruction and sort of a bar, grows by those it lacks."""
     bars = bars_of_rank(timeline, rank)
     begin, end = whole_ticks(bars.start_s, tick_s), whole_ticks(bars.end_s, tick_s)
@@ -167,7 +176,7 @@ def _bars(timeline: Timeline, rank: int, tick_s: float, names: dict[tuple[str, i
     }
 
 
-def _idle(gaps: IdleGaps, first: int, tick_s: float) -> Columns:
+def _idle_columns(gaps: IdleGaps, first: int, tick_s: float) -> Columns:
     return {
         "idle_gap": (first + gaps.gap).astype(np.uint32),
         "idle_cause": gaps.cause.astype(np.uint8),
@@ -175,7 +184,7 @@ def _idle(gaps: IdleGaps, first: int, tick_s: float) -> Columns:
     }
 
 
-def _columns(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) -> Columns:
+def _columns_of_lane(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: bool) -> Columns:
     program = facts.timeline.program
     rows = blocks.row
     begin, end = whole_ticks(blocks.start_s, tick_s), whole_ticks(blocks.end_s, tick_s)

@@ -53,7 +53,11 @@ def add_title(sheet: Sheet, title: str, figures: str, notes: Sequence[str]) -> N
 
 
 def add_legend(sheet: Sheet, timelines: list[Timeline]) -> None:
-    """Draw the legend below the figures: the kinds that occur, in the shades of their stages, the bubble, and bars."""
+    """Draw the legend of a chart below its figures: the kinds of computation that occur, the bubble, and bars.
+
+    A kind has one patch per shade, since stages of a rank have shades of their own; matplotlib draws a tuple of patches
+    side by side. Bars that are too short to be seen (`HAIR` of the chart's width) are left out.
+    """
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

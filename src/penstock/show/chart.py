@@ -48,18 +48,21 @@ def timeline_chart(
     theme: str = "light",
     more: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Draw one timeline, with the memory of its ranks below it; `more` are figures by name, written beside its own.
+    """Draw a timeline as `svg` or `png`: a lane per rank, and the memory of the ranks below.
+
+    `more` are further figures by name, written beside the timeline's own.
 
     Raises:
         ConfigError: for an unknown format or theme, or if matplotlib is not installed.
     """
-    lanes = _stack(timeline)
+    lanes = _lanes_of_ranks(timeline)
     scale = TimeScale.of(last_end_s(timeline))
     width, detail = _width_and_detail(lanes, scale)
     notes = notes_on(lanes, detail, scale, width)
     lanes_height = scale_of(width) * _lanes_height(len(lanes), MIN_LANE, MAX_LANE)
     bottom, memory_height = scale_of(width) * MARGIN_BOTTOM, scale_of(width) * MEMORY_HEIGHT
     height = top_margin(notes, width) + lanes_height + GAP + memory_height + bottom
+    # The axes are placed from the bottom up: time, memory, lanes, and figures and title in the top margin.
     sheet = Sheet.of(width, height, find_theme(theme), format)
     axes = sheet.add_axes(bottom + memory_height + GAP, lanes_height)
 
@@ -74,7 +77,7 @@ def timeline_chart(
 
 
 def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg", theme: str = "light") -> bytes:
-    """Draw, rank by rank, the measured timeline above the predicted one on one axis of time.
+    """Draw a measured timeline and its prediction as `svg` or `png`, the two lanes of each rank one above the other.
 
     Raises:
         ConfigError: for timelines of different numbers of ranks, an unknown format or theme, or if matplotlib is not
@@ -87,7 +90,9 @@ def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg
         )
     lanes = [
         lane
-        for pair in zip(_stack(measured, 0.51, 0.39), _stack(predicted, 0.09, 0.39, 0.45), strict=True)
+        for pair in zip(
+            _lanes_of_ranks(measured, 0.51, 0.39), _lanes_of_ranks(predicted, 0.09, 0.39, 0.45), strict=True
+        )
         for lane in pair
     ]
     scale = TimeScale.of(max(last_end_s(measured), last_end_s(predicted)))
@@ -134,7 +139,7 @@ def format_of_name(file: Path) -> str:
     return format
 
 
-def _stack(timeline: Timeline, low: float = 0.08, height: float = 0.84, paleness: float = 0.0) -> list[Lane]:
+def _lanes_of_ranks(timeline: Timeline, low: float = 0.08, height: float = 0.84, paleness: float = 0.0) -> list[Lane]:
     """Return the timeline's lanes from the top down, each in a row of height 1."""
     ranks_of_lanes = lanes_of_ranks(timeline.num_ranks)
     highest = len(ranks_of_lanes) - 1 + low

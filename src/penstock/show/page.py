@@ -53,23 +53,24 @@ def to_page(
     more: Mapping[str, str] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> bytes:
-    """Return a page that shows the named timelines, rank by rank below each other; all but `main` are drawn pale.
+    """Return an HTML page that shows the named timelines, rank by rank below each other; all but `main` are drawn pale.
 
-    By default, `main` is the last one. `costs` are those that timelines were predicted with, by the timelines' names.
-    The causes of idle time follow from them, or where they are missing, from the timeline's own typical durations.
-    Without a theme the page follows the reader's browser. `more` are figures beside those of each timeline, by name.
+    By default, `main` is the last one. `costs`, by name, are those that timelines were predicted with, by which idle
+    time is explained; without them, a timeline's own typical durations are used. Without a theme the page follows the
+    reader's browser. `more` are figures beside those of each timeline, by name.
 
     Raises:
         ConfigError: for an unknown theme, and for more blocks than a page can hold.
     """
     attributes = f' data-theme="{find_theme(theme).name}"' if theme else ""
-    shown = list(timelines.values())
-    number = num_blocks(shown)
-    if number > MAX_BLOCKS:
-        raise _too_many(f"{number:,} computations are", max_bytes)
-    table = block_table(shown, [(costs or {}).get(key) for key in timelines])
+    timeline_list = list(timelines.values())
+    block_count = num_blocks(timeline_list)
+    if block_count > MAX_BLOCKS:
+        raise _too_many(f"{block_count:,} computations are", max_bytes)
+    table = block_table(timeline_list, [(costs or {}).get(key) for key in timelines])
+    # The page has a header as JSON, and all columns packed as binary text, which its script draws.
     data, contents = pack(table.columns)
-    name = title or f"{describe_shape(shown[-1].program)}, {' and '.join(timelines)}"
+    name = title or f"{describe_shape(timeline_list[-1].program)}, {' and '.join(timelines)}"
     figures = {key: figures_of(timeline) | dict(more or {}) for key, timeline in timelines.items()}
     page = fill(
         "page.html",
@@ -78,14 +79,14 @@ def to_page(
         label=escape(f"{name}. " + _figures_as_text(figures)),
         style="\n".join([*style_of_themes(), read("style.css")]),
         figures="\n".join(_figures(key if len(figures) > 1 else "", entry) for key, entry in figures.items()),
-        legend=_legend(shown),
-        notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(shown)),
+        legend=_legend(timeline_list),
+        notes="".join(f'<p class="note">{escape(note)}</p>' for note in _notes(timeline_list)),
         script=bundle(MODULES),
         header=_as_script(_header(timelines, table, contents, main or list(timelines)[-1])),
         data=data,
     ).encode()
     if len(page) > max_bytes:
-        raise _too_many(f"{number:,} computations need {len(page) / 1e6:.2g} MB, which is", max_bytes)
+        raise _too_many(f"{block_count:,} computations need {len(page) / 1e6:.2g} MB, which is", max_bytes)
     return page
 
 
@@ -136,17 +137,21 @@ def _notes(timelines: list[Timeline]) -> list[str]:
 def _header(
     timelines: Mapping[str, Timeline], table: BlockTable, contents: list[dict[str, Any]], main: str
 ) -> dict[str, Any]:
-    """Return all that the viewer reads beside the columns: units, colours and names, and the lanes of the table."""
-    shown = list(timelines.values())
-    shades = sorted({num_shades(timeline.program) for timeline in shown})
-    colours = {str(count): block_colours(count) for count in shades}
-    longest = max(map(last_end_s, shown))
+    """Return what the page's script reads beside the packed columns: units, colours, names, and the lanes of the table.
+
+    Ticks are the page's unit of time. `contents` says where each column is in the packed data, and `main` is the name
+    of the timeline that is not drawn pale.
+    """
+    timeline_list = list(timelines.values())
+    shade_counts = sorted({num_shades(timeline.program) for timeline in timeline_list})
+    colours = {str(count): block_colours(count) for count in shade_counts}
+    longest_s = max(map(last_end_s, timeline_list))
     return {
         "tick_s": table.tick_s,
-        "end_ticks": max(longest / table.tick_s, 1.0),
-        "period_ticks": max(max(map(period_s, shown)) / table.tick_s, 1.0),
-        "typical_ticks": typical_block_s(shown) / table.tick_s,
-        "num_slices": max(timeline.program.num_slices for timeline in shown),
+        "end_ticks": max(longest_s / table.tick_s, 1.0),
+        "period_ticks": max(max(map(period_s, timeline_list)) / table.tick_s, 1.0),
+        "typical_ticks": typical_block_s(timeline_list) / table.tick_s,
+        "num_slices": max(timeline.program.num_slices for timeline in timeline_list),
         "is_bytes": table.is_bytes,
         "most_held": float(table.columns["held"].max(initial=0)),
         "kinds": [
@@ -164,7 +169,7 @@ def _header(
         "foot": FOOT,
         "themes": {name: {key: getattr(theme, key) for key in ("name", *VARIABLES)} for name, theme in THEMES.items()},
         "causes": [NAME_OF_CAUSE[cause] for cause in Cause],
-        "lanes": [_lane(list(timelines), shown, table, lane, main) for lane in range(len(table.lanes))],
+        "lanes": [_lane(list(timelines), timeline_list, table, lane, main) for lane in range(len(table.lanes))],
         "columns": contents,
     }
 

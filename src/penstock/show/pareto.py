@@ -95,10 +95,10 @@ def pareto_picture(
     format: str = "svg",
     theme: str | None = None,
 ) -> bytes:
-    """Draw step time against memory as `svg`, `png`, or `html`: a page around the SVG.
+    """Draw step time against memory, a point per schedule, as `svg`, `png`, or `html`: a page around the SVG.
 
-    The area below `bounds` is grey. SVG shows all names and figures of a point under a pointer. Without a theme a page
-    follows the reader's browser, and the other formats are light.
+    No order is faster with less memory than `bounds`, so the area below them is grey. SVG shows all names and figures
+    of a point under a pointer. Without a theme a page follows the reader's browser, and the other formats are light.
 
     Raises:
         ConfigError: for no candidates, an unknown format or theme, or if matplotlib is not installed.
@@ -107,21 +107,21 @@ def pareto_picture(
         raise ConfigError("no schedule can be compared; a picture of step time and memory needs at least one")
     points = _points_of(candidates)
     unit_s, unit = time_unit(max(candidate.step_s for candidate in candidates))
-    places = np.array([(point[0].memory, point[0].step_s / unit_s) for point in points])
+    positions = np.array([(point[0].memory, point[0].step_s / unit_s) for point in points])
     is_page = format == "html"
     sheet_theme = find_theme(theme or "light")  # also of a page, so that it refuses an unknown theme
     sheet = Sheet.of(WIDTH, HEIGHT, THEMES["light"] if is_page else sheet_theme, "svg" if is_page else format)
     axes = sheet.add_axes(BOTTOM, HEIGHT - TOP - BOTTOM)
-    scale_axis(axes, "x", places[:, 0])
-    scale_axis(axes, "y", np.append(places[:, 1], [bound.step_s / unit_s for bound in bounds]))
+    scale_axis(axes, "x", positions[:, 0])
+    scale_axis(axes, "y", np.append(positions[:, 1], [bound.step_s / unit_s for bound in bounds]))
     axes.margins(0.08, 0.12)
     axes.grid(color=sheet.theme.line, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.set_xlabel(caption.memory_name, fontsize=9.5, color=sheet.theme.ink)
     axes.set_ylabel(f"{caption.time_name} ({unit})", fontsize=9.5, color=sheet.theme.ink)
-    lines = [_draw_points(axes, points, places, sheet.theme)]
+    lines = [_draw_points(axes, points, positions, sheet.theme)]
     lines += [_draw_bounds(axes, bounds, unit_s, sheet.theme)] if bounds else []
-    num_nameless = _write_names(sheet, axes, points, places, lines)
+    num_nameless = _write_names(sheet, axes, points, positions, lines)
     notes = [HOW_TO_READ, GREY_TO_READ * bool(bounds)]
     notes.append(f"{count_of(num_nameless, 'name')} left out" if num_nameless else "")
     sheet.write(caption.title, 0.3, size=13, is_bold=True)
@@ -131,7 +131,7 @@ def pareto_picture(
     if format == "png":
         return picture
     svg = _with_titles(picture.decode(), points, caption)
-    return (page_of(svg, caption.title, theme, _table(candidates, caption)) if is_page else svg).encode()
+    return (page_of(svg, caption.title, theme, _table_of_candidates(candidates, caption)) if is_page else svg).encode()
 
 
 def _points_of(candidates: Sequence[Candidate]) -> list[_Point]:
@@ -194,13 +194,18 @@ def _draw_bounds(axes: Any, bounds: Sequence[LowerBound], unit_s: float, theme: 
 
 
 def _write_names(sheet: Sheet, axes: Any, points: Sequence[_Point], places: Floats, lines: Sequence[Floats]) -> int:
-    """Write names beside their points where there is room, apart from the lines; return how many are left out."""
+    """Write names beside their points where there is room, apart from the lines; return how many names are left out.
+
+    `places` [num_points, 2] are in the units of the axes, and `lines` are corners of lines that names must not
+    cross. Names are placed in points of 1/72 inch.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(sheet.figure)
     renderer, scale = canvas.get_renderer(), 72 / sheet.figure.dpi
     inks = [sheet.theme.ink if point[0].is_on_front else sheet.theme.faint for point in points]
     style = {"textcoords": "offset points", "fontsize": 8.5, "parse_math": False}
+    # Write all names first: matplotlib knows the size of a text only once it is written.
     names = [
         axes.annotate(_text_beside(point), place, (0, 0), color=ink, **style)
         for point, place, ink in zip(points, places, inks, strict=True)
@@ -248,7 +253,7 @@ def _with_titles(svg: str, points: Sequence[_Point], caption: Caption) -> str:
     return re.sub(r'<g id="(?:point|name)-(\d+)">', with_title, svg)
 
 
-def _table(candidates: Sequence[Candidate], caption: Caption) -> str:
+def _table_of_candidates(candidates: Sequence[Candidate], caption: Caption) -> str:
     """Return the figures as a table, the fastest first; those on the front are bold."""
     rows = [
         f'<tr class="{"front" * candidate.is_on_front}"><td>{escape(candidate.label)}</td>'

@@ -55,9 +55,10 @@ def picture_of(
     title: str | None = None,
     more: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Draw a timeline in one of the formats; a measured one is drawn with its prediction, without `title` and `more`.
+    """Draw a timeline as `svg`, `png`, `html` or `trace`; a measured one is drawn with its prediction.
 
-    `more` are figures beside those of the timeline, by name.
+    `costs` are those that the timeline was predicted with. `title` and `more` (figures by name, written beside the
+    timeline's own) are not used for a measured one.
 
     Raises:
         ConfigError: as `draw`.

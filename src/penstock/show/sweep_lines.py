@@ -5,7 +5,7 @@ time   |  o---o___          memory |      ___o
        +--------------- size       +--------------- size
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,9 @@ def sweep_picture(
     format: str = "svg",
     theme: str | None = None,
 ) -> bytes:
-    """Draw lines by the names of their schedules as `svg`, `png`, or `html`: a page around the SVG.
+    """Draw step time and memory over a swept size, a line per schedule, as `svg`, `png`, or an `html` page.
+
+    `lines` are the points of each schedule by its name, and `size_name` is what was swept, such as microbatches.
 
     Raises:
         ConfigError: for no points, an unknown format or theme, or if matplotlib is not installed.
@@ -71,8 +73,17 @@ def sweep_picture(
     return page_of(picture.decode(), caption.title, theme).encode() if is_page else picture
 
 
-def _panel(sheet: Sheet, bottom: float, height: float, lines: Mapping[str, Sequence[SweptPoint]], value: Any) -> Any:
-    """Draw, over the sizes, the `value` of the points of each line; return the axes."""
+def _panel(
+    sheet: Sheet,
+    bottom: float,
+    height: float,
+    lines: Mapping[str, Sequence[SweptPoint]],
+    value: Callable[[SweptPoint], float],
+) -> Any:
+    """Draw one panel: over the sizes, the `value` of each schedule's points as a line; return the axes.
+
+    `bottom` and `height` are inches.
+    """
     axes = sheet.add_axes(bottom, height)
     size_values = [(point.size, value(point)) for line in lines.values() for point in line]
     for name, values in zip("xy", np.array(size_values, np.float64).T, strict=True):

@@ -33,9 +33,10 @@ MAX_INSTRUCTIONS = 750_000
 
 
 def to_trace(timelines: Mapping[str, Timeline], *, max_instructions: int = MAX_INSTRUCTIONS) -> bytes:
-    """Return the named timelines as one trace, each beginning at time 0; times in the file are microseconds.
+    """Return the named timelines as one Chrome trace (JSON), each beginning at time 0; times are microseconds.
 
-    Slices of one thread must not overlap, so messages that are under way at once get their own threads.
+    A rank is a process of the trace, and each timeline has threads there. Slices of one thread must not overlap, so
+    messages that are under way at once get their own threads.
 
     Raises:
         ConfigError: for more instructions than trace viewers open.
@@ -53,6 +54,7 @@ def to_trace(timelines: Mapping[str, Timeline], *, max_instructions: int = MAX_I
     for name, timeline in timelines.items():
         events += _timeline_events(name, timeline, tracks)
     num_ranks = max((timeline.num_ranks for timeline in timelines.values()), default=0)
+    # Names and order of processes and threads come first, then the events by time.
     for rank in range(num_ranks):
         header.append(_metadata("process_name", rank, {"name": f"rank {rank}"}))
         header.append(_metadata("process_sort_index", rank, {"sort_index": rank}))
