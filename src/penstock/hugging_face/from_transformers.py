@@ -40,10 +40,10 @@ def from_transformers(
     """Return a causal language model of transformers as layers for `Pipeline`.
 
     `source` is a folder with config.json and safetensors files, the name of a model on the hub that is in the cache, a
-    config, or a model, whose modules are used in place.
-    A folder's weights are read when a stage is built, and a rank reads its own alone. With a config, first values
-    depend on `seed` and the names of the layers. `dtype` is that of the parameters; None means that of the config.
-    Parameters and buffers have the names of the transformers model.
+    config, or a model, whose modules are used in place. A folder's weights are read when a stage is built, and each
+    rank reads those of its own stages. With a config, first values depend on `seed` and the names of the layers.
+    `dtype` is that of the parameters; None means that of the config. Parameters and buffers have the names of the
+    transformers model.
 
     Raises:
         ConfigError: transformers is missing or older than 5; there is no such folder; the model is no decoder, or has
@@ -56,22 +56,26 @@ def from_transformers(
     else:
         folder = sources.folder_of(source)
         model = sources.on_meta(source, folder, dtype, attn_implementation)
+    # Cut the model at its blocks, and put the points into the order in which a run without values calls them.
     blocks = sources.blocks_of(model)
     entry, complete = _Entry(model), partial(make_unsaved_buffers, model)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    trial = partial(entry.call, part_call=PartCall((tokens,), {}, is_first=True))
-    cut = in_order_of_calls(model, cut_model(model, [f"{blocks}.*"]), f"{blocks}.", complete, trial)
+    trial_call = partial(entry.call, part_call=PartCall((tokens,), {}, is_first=True))
+    cut = in_order_of_calls(model, cut_model(model, [f"{blocks}.*"]), f"{blocks}.", complete, trial_call)
+    # Each layer runs the model's own forward between two points.
     forward = CutForward(Template(model, cut, complete), entry)
     parts = segments(cut, [name for name in cut.points if name.startswith(f"{blocks}.")][-1])
-    kinds = _kinds(model, part_class(entry.batch_signature), list(parts))
-    share = _share_of_experts(model.config)
-    block_weight = multiplications(model.get_submodule(f"{blocks}.0"), share)
+    constructors = _part_constructors(model, part_class(entry.batch_signature), list(parts))
+    expert_share = _share_of_experts(model.config)
+    block_weight = multiplications(model.get_submodule(f"{blocks}.0"), expert_share)
+    # A model with values is used in place; otherwise each layer is a recipe, which a rank builds.
     if model is source:
         layers = [
-            kinds[name](forward, name, segment, *tensors_of_segment(model, segment)) for name, segment in parts.items()
+            constructors[name](forward, name, segment, *tensors_of_segment(model, segment))
+            for name, segment in parts.items()
         ]
         for layer in layers:
-            layer.layer_weight = multiplications(layer, share) / block_weight
+            layer.layer_weight = multiplications(layer, expert_share) / block_weight
         return TransformersModel(layers, model, None)
     weights = None if folder is None else PretrainedWeights.open(folder, model)
     ties = tied_names(model)
@@ -83,9 +87,9 @@ def from_transformers(
         specs.append(
             CutSpec(
                 name,
-                partial(_build, partial(kinds[name], forward, name, segment), model, segment, weights),
+                partial(_build_part, partial(constructors[name], forward, name, segment), model, segment, weights),
                 seed=seed,
-                weight=sum(multiplications(module, share) for module in modules.values()) / block_weight,
+                weight=sum(multiplications(module, expert_share) for module in modules.values()) / block_weight,
                 tied=tuple((name, owner_name) for name, owner_name in ties.items() if name in local_names),
                 has_full_names=True,
                 batch_signature=entry.batch_signature,
@@ -94,14 +98,16 @@ def from_transformers(
     return TransformersModel(specs, model, folder)
 
 
-def _kinds(model: Any, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
+def _part_constructors(model: Any, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
     """Return the constructor of each layer, by name; with experts to be balanced, blocks and the last layer do it."""
     if not getattr(model.config, "output_router_logits", False):
         return dict.fromkeys(names, kind)
     return Balance(model, names).kinds(kind, names)
 
 
-def _build(make: Callable[..., CutPart], model: Any, segment: Segment, weights: PretrainedWeights | None) -> CutPart:
+def _build_part(
+    make: Callable[..., CutPart], model: Any, segment: Segment, weights: PretrainedWeights | None
+) -> CutPart:
     """Build one layer on the default device, with values from files or drawn."""
     device = torch.get_default_device()
     modules, tensors = tensors_of_segment(model, segment)

@@ -47,11 +47,12 @@ MOST_NAMES = 3
 
 @collective
 def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path | None = None) -> None:
-    """Write the weights of all ranks into a folder as transformers saves `model`, which has no values of its own.
+    """Write the weights of all ranks into a folder that transformers' `from_pretrained` loads.
 
-    Every rank calls it, and all of them see the folder, which is made where it is missing. The pipeline has the
-    parameters and saved buffers of `model`, under its names. Tokenizer files are copied from `source`. Files that
-    are there already are replaced when all is written, or not at all.
+    Every rank calls it, and all of them see the folder, which is made where it is missing. `model` is the transformers
+    model on the meta device: it says the names, the configuration and the form of the files. The pipeline has the
+    parameters and saved buffers of `model`, under its names. Tokenizer files are copied from `source`. Files that are
+    there already are replaced when all is written, or not at all.
 
     Raises:
         NotSaved: on every rank, if a file cannot be written, the pipeline is not of this model, or the model has more
@@ -59,7 +60,7 @@ def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path |
         PipelineError: if a rank is lost meanwhile.
     """
 
-    def make() -> None:
+    def make_folder() -> None:
         foreign_names = names_beside_class(model)
         if foreign_names:
             raise NotSaved(
@@ -71,15 +72,17 @@ def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path |
         with naming_storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
-    pipeline.control.on_rank_0(make, failing_as(NotSaved))
+    # Only rank 0 makes the folder; if that fails, NotSaved is raised on every rank.
+    pipeline.control.on_rank_0(make_folder, failing_as(NotSaved))
     save_weights(folder, pipeline, PretrainedFormat(model, source))
 
 
 def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
-    """Write the weights that a path names into a folder as transformers saves `model`; return where they were.
+    """Write weights into a folder that transformers' `from_pretrained` loads; return the path that they were read from.
 
-    A path is what `find_weights` understands, with the names of `model`. Files are written one after another: a tensor
-    is in memory when it is written, or converted until its file is.
+    `path` is a checkpoint, a run's folder, or a file or folder of safetensors, with the names of `model`, which is on
+    the meta device. Configuration and tokenizer files are copied from `source`. Files are written one after another: a
+    tensor is in memory when it is written, or converted until its file is.
 
     Raises:
         NotSaved: a file cannot be written.
@@ -104,6 +107,7 @@ def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
     def read(names: Collection[str]) -> dict[str, Tensor]:
         return {name: tensor for name in names for name, tensor in read_tensors(Path(files[name]), [name]).items()}
 
+    # Of tied parameters one is written; if the files have both, they must be equal.
     for name, owner in tied_names(model).items():
         if name in entries and owner in entries:
             require_tied(source_path, name, owner, read([name, owner]))

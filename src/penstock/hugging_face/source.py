@@ -69,10 +69,10 @@ def _cached_folder(name: str) -> Path:
 def on_meta(
     source: Any, folder: Path | None, dtype: torch.dtype | None = None, attn_implementation: str | None = None
 ) -> Any:
-    """Return the whole model, and its generation config, on the meta device, where it takes up no memory.
+    """Return the transformers model on the meta device, where it takes up no memory, with its generation config.
 
-    `source` is a config where there is no folder. No code of the folder is run, nothing is downloaded, and no weights
-    are read.
+    `source` is a config object if `folder` is None; otherwise the folder's config.json is read. No code of the folder
+    is run, nothing is downloaded, and no weights are read.
 
     Raises:
         ConfigError: transformers makes no causal language model of it, or none that a pipeline can run.
@@ -81,14 +81,14 @@ def on_meta(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"{described(dtype)}; expected a floating-point torch.dtype, or None", key="dtype")
     config_words = "the config" if folder is None else str(folder / CONFIG)
-    trusting: dict[str, Any] = {"trust_remote_code": False}
+    no_remote_code: dict[str, Any] = {"trust_remote_code": False}
     try:
         if folder is None:  # as a copy: which attention computes is a setting of the config object
             config = source.__class__.from_dict(source.to_dict())
         else:
-            config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **trusting)
-        _require_plain(config, config_words)
-        settings = trusting | {"dtype": dtype or config.dtype or torch.get_default_dtype()}
+            config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **no_remote_code)
+        _refuse_encoder_or_quantized(config, config_words)
+        settings = no_remote_code | {"dtype": dtype or config.dtype or torch.get_default_dtype()}
         if attn_implementation is not None:
             settings["attn_implementation"] = attn_implementation
         with torch.device("meta"):
@@ -105,7 +105,11 @@ def on_meta(
 
 
 def checked(model: Any) -> Any:
-    """Return a model that a pipeline can run. Raises: ConfigError, which names what it cannot."""
+    """Return `model` if a pipeline can run it: a causal language model of transformers with settings that can be cut.
+
+    Raises:
+        ConfigError: it names what cannot be run, and what to do.
+    """
     # An adapter around a model has all attributes of the model.
     if not isinstance(model, transformers().PreTrainedModel) or not hasattr(model, "loss_function"):
         raise ConfigError(
@@ -113,7 +117,7 @@ def checked(model: Any) -> Any:
             "it. ps.cut may cut it",
             key=KEY,
         )
-    _require_plain(model.config, type(model).__name__)
+    _refuse_encoder_or_quantized(model.config, type(model).__name__)
     if computes_own_loss(model):
         raise ConfigError(
             f"{type(model).__name__} computes its loss itself, and not by loss_function, as the decoders of encoders "
@@ -166,7 +170,8 @@ def blocks_of(model: nn.Module) -> str:
     return outermost[0]
 
 
-def _require_plain(config: Any, where: str) -> None:
+def _refuse_encoder_or_quantized(config: Any, where: str) -> None:
+    """Refuse a config with an encoder beside its decoder, or with quantized weights. Raises: ConfigError."""
     settings: Mapping[str, Any] = config.to_dict()
     if settings.get("is_encoder_decoder"):
         raise ConfigError(

@@ -45,9 +45,11 @@ class Conversion:
 
 
 def conversions(model: Any, names: Iterable[str]) -> tuple[list[Conversion], dict[str, str]]:
-    """Return how tensors of files, by name, become those of a model, and the files' names that become none.
+    """Return how the tensors of files become those of a model, and the tensors of files that become none.
 
-    The latter come with the name that the model would have to have.
+    `names` are the tensors in the files. transformers has rules by which older names are renamed, and tensors are
+    joined or split, as experts are. A tensor that becomes none comes with the name that the model would have to have
+    for it.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -55,23 +57,23 @@ def conversions(model: Any, names: Iterable[str]) -> tuple[list[Conversion], dic
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter_of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
     conversion_by_target: dict[str, Conversion] = {}
-    strange: dict[str, str] = {}
+    unknown_targets: dict[str, str] = {}
     # Experts are joined in this order, and some rules wait for a name that comes first in it.
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:  # files that transformers 5 wrote without its rules
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
         if target not in state:
-            strange[name] = target
+            unknown_targets[name] = target
             continue
         conversion = conversion_by_target.setdefault(
-            target, Conversion(target, None if pattern is None else converter_of[pattern])
+            target, Conversion(target, None if pattern is None else converter_of_pattern[pattern])
         )
         conversion.sources.append((name, pattern or name))
-    return list(conversion_by_target.values()), strange
+    return list(conversion_by_target.values()), unknown_targets
 
 
 def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ class PretrainedWeights:
         weights._stored, weights.bytes_read = stored_in_folder(folder)
         model_conversions, unknown_names = conversions(model, weights._stored)
         for conversion in model_conversions:
-            weights._conversions |= dict.fromkeys(weights._check(conversion), conversion)
+            weights._conversions |= dict.fromkeys(weights._targets_of(conversion), conversion)
         weights._require_all(unknown_names)
         return weights
 
@@ -124,31 +124,34 @@ class PretrainedWeights:
         tensors = {name: stored.read() for name, stored in sources.items()}
         return conversion.convert(tensors, self.model)
 
-    def _check(self, conversion: Conversion) -> Iterable[str]:
-        """Return the targets of a conversion, which runs without values.
+    def _targets_of(self, conversion: Conversion) -> Iterable[str]:
+        """Return the names of the model's tensors that a conversion makes, after a run of it on the meta device.
 
-        Raises: CheckpointError: of another shape, or not all sources are there.
+        A conversion makes one or more tensors of the model from one or more tensors of the files.
+
+        Raises:
+            CheckpointError: a tensor has another shape than the model's, or sources of the conversion are missing.
         """
-        expected = self._shapes[conversion.first]
+        expected_shape = self._shapes[conversion.first]
         sources = {name: self._stored[name].on_meta() for name, _ in conversion.sources}
-        shapes = [f"{name!r} {tuple(tensor.shape)}" for name, tensor in sources.items()]
-        if conversion.converter is None and len(shapes) > 1:
+        source_texts = [f"{name!r} {tuple(tensor.shape)}" for name, tensor in sources.items()]
+        if conversion.converter is None and len(source_texts) > 1:
             raise CheckpointError(
-                f"{self.folder}: has {conversion.first!r} {len(shapes)} times, as {', '.join(shapes)}; expected one. "
-                f"{SAME_MODEL}"
+                f"{self.folder}: has {conversion.first!r} {len(source_texts)} times, as {', '.join(source_texts)}; "
+                f"expected one. {SAME_MODEL}"
             )
         try:
             tensors = conversion.convert(sources, self.model)
         except Exception as error:  # its operations raise what torch raises, or what they like
             self._require_sources(conversion)
             raise CheckpointError(
-                f"{self.folder}: is of another model: {conversion.first!r} of shape {tuple(expected)} cannot be made "
-                f"of {_listed(shapes, str)}: {error}. {SAME_MODEL}"
+                f"{self.folder}: is of another model: {conversion.first!r} of shape {tuple(expected_shape)} cannot be "
+                f"made of {_listed(source_texts, str)}: {error}. {SAME_MODEL}"
             ) from error
         for name, tensor in tensors.items():
             if name in self._shapes and tensor.shape != self._shapes[name]:
                 self._require_sources(conversion)
-                made_of = "" if conversion.converter is None else f" made of {_listed(shapes, str)}"
+                made_of = "" if conversion.converter is None else f" made of {_listed(source_texts, str)}"
                 raise _other_shape(self.folder, name, tensor.shape, self._shapes[name], made_of)
         return tensors.keys() & self._shapes.keys()
 

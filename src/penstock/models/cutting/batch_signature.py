@@ -18,9 +18,10 @@ class BatchSignature:
     """The arguments of a model's forward that a batch may have; binds what a step passes, as Python binds a call."""
 
     def __init__(self, model: nn.Module, names: Collection[str] = (), first: Sequence[str] = ()) -> None:
-        """`names` are those of a batch, by default all of the forward's. Those of `first` go to the first stage alone.
+        """Keep which arguments of the model's forward a batch may have; `names` are these, by default all.
 
-        The layers take `first` by position, in this order, and all else by name.
+        A layer of a pipeline takes the arguments in `first` by position, in this order and on the first stage alone,
+        and all other arguments by name on every stage. A `**kwargs` of the forward counts where no `names` are given.
 
         Raises:
             ConfigError: an argument has no name by which every stage could be given it.
@@ -41,7 +42,7 @@ class BatchSignature:
                 key="model",
             )
         self.var_keyword = next((item for item in parameters if not names and item.kind is item.VAR_KEYWORD), None)
-        """The `**kwargs` of the forward, where they may be of a batch."""
+        """The `**kwargs` of the forward, if a batch may have keywords for it; else None."""
         plain_parameters = [item for item in parameters if item.kind is not item.VAR_KEYWORD]
         self._signature = inspect.Signature(plain_parameters)
         self.parameters = {item.name: item for item in plain_parameters if not names or item.name in names}
@@ -58,9 +59,10 @@ class BatchSignature:
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_first: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a batch as the layers take it, by position and by name; keywords of other layers stay as they are.
+        """Return a batch as a layer takes it: arguments of the first stage by position, all others by name.
 
-        `is_first` says whether this rank holds the first stage.
+        `args` and `kwargs` are what the user passes, as to the model itself; keywords that the model's forward does not
+        have are those of layers, and stay as they are. `is_first` says whether this rank holds the first stage.
 
         Raises:
             PenstockError: an argument is missing, is given twice, or cannot be one of a batch.

@@ -128,7 +128,10 @@ class Course:
         return output
 
     def _call_point(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder) -> Any:
-        """Return the output of a point, or end the forward at it; the part begins at its own first point."""
+        """Return what the forward gets from its call of a point, or stop the forward where the part ends.
+
+        A point is a submodule at which the model is cut, and a part is what one layer runs between two points.
+        """
         if self.points[name] != self.position + 1:
             expected = next(
                 (point for point, position in self.points.items() if position == self.position + 1), "the end"
@@ -235,11 +238,11 @@ class Frame:
         self._modules = [module for module in self.model.modules() if not isinstance(module, _StandIn)]
 
     def run(self, call: Call, course: Course, tensors: Mapping[str, Tensor], *, is_training: bool) -> Any:
-        """Run the forward between two points.
+        """Run the model's forward between two points; return the output of the part.
 
-        `tensors` are those of the part that the modules around the points hold. Draws of the forward before the part
-        begins, as of a dropout on another stage, leave torch's generators as they were. Raises: PenstockError, where
-        the forward is not what the cut says.
+        `course` says where the part begins and ends, and `tensors` are the part's parameters and buffers outside its
+        modules. Random draws before the part begins, as of a dropout on another stage, are undone. Raises:
+        PenstockError, where the forward is not what the cut says.
         """
         # Closed where the part begins: until then, draws are undone.
         generator_scope = ExitStack()

@@ -27,7 +27,9 @@ RESET = "reset_parameters"
 
 
 def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[CutSpec]:
-    """Return the layers of a module on the meta device, cut at points as `cut` says; nothing is read yet.
+    """Return the layers of a module on the meta device, cut at the submodules that `points` name; nothing is read yet.
+
+    `read(name)` returns a parameter or saved buffer from files; a layer reads its own when it is built.
 
     Raises:
         ConfigError: as of `cut`; or no file has a buffer, and its module does not make it anew; or a module has a
@@ -36,8 +38,9 @@ def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[C
     for path, module in model.named_modules():
         _refuse_plain_tensors(path, module)
         _unsaved_buffers(path, module, torch.device("cpu"))  # refuses here what a rank would refuse when it builds
-    parts = cut_model(model, points)
-    buffer_names = [name for name in parts.tensors if not isinstance(tensor_of(model, name), nn.Parameter)]
+    # All layers share one template: the module without values, but with the buffers that its forward reads.
+    cut = cut_model(model, points)
+    buffer_names = [name for name in cut.tensors if not isinstance(tensor_of(model, name), nn.Parameter)]
 
     def complete(frame: nn.Module, device: torch.device) -> None:
         for name in buffer_names:
@@ -45,24 +48,25 @@ def cut_from_meta(model: nn.Module, points: Sequence[str], read: Read) -> list[C
         _make_unsaved_buffers(frame, device)
 
     entry = ByName(model)
-    forward = CutForward(Template(model, parts, complete), entry)
-    kind = part_class(entry.batch_signature)
+    forward = CutForward(Template(model, cut, complete), entry)
+    part_type = part_class(entry.batch_signature)
     owners: dict[int, str] = {}
     specs = []
-    for name, segment in segments(parts).items():
-        make = partial(kind, forward, name, segment)
-        part = make(*tensors_of_segment(model, segment))
+    for name, segment in segments(cut).items():
+        make_part = partial(part_type, forward, name, segment)
+        part = make_part(*tensors_of_segment(model, segment))
         parameters = list(part.named_parameters(remove_duplicate=False))
         specs.append(
             CutSpec(
                 name,
-                partial(_build, make, model, segment, read),
+                partial(_build, make_part, model, segment, read),
                 weight=multiplications(part),
                 tied=tuple((alias, owners[id(item)]) for alias, item in parameters if id(item) in owners),
                 has_full_names=True,
                 batch_signature=entry.batch_signature,
             )
         )
+        # A parameter that layers share belongs to the first layer that has it.
         owners = {id(item): full_name for full_name, item in reversed(parameters)} | owners
     return specs
 

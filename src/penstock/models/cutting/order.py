@@ -14,11 +14,11 @@ from penstock.models.cutting.points import CutModel
 
 
 def in_order_of_calls(model: nn.Module, cut: CutModel, block_prefix: str, complete: Any, call: Call) -> CutModel:
-    """Return a cut whose points are in the order in which a forward, run with stand-ins alone, calls them.
+    """Return a cut whose points are in the order in which the forward calls them, found by a run without values.
 
-    `block_prefix` is the pattern's part before the numbers of the blocks, such as `model.layers.`; these stay points.
-    The modules that are called before the first of them, or never, begin the forward. A forward that raises, or calls
-    one twice, leaves the cut as it is.
+    `block_prefix` is the name of the blocks before their numbers, such as `model.layers.`; the blocks stay points.
+    Modules that the forward calls before the first block, or never, belong to what runs before the first point. A
+    forward that raises, or calls one of the later modules twice, leaves the cut as it is.
     """
     blocks = tuple(name for name in cut.points if name.startswith(block_prefix))
     further_modules = (*cut.begin_modules, *(name for name in cut.points if name not in blocks))
@@ -36,5 +36,5 @@ def in_order_of_calls(model: nn.Module, cut: CutModel, block_prefix: str, comple
     has_repeats = len(set(later_modules)) < len(later_modules) or set(later_modules) & set(begin_modules)
     if has_repeats or not set(blocks) <= set(later_modules):
         return cut
-    rest = tuple(name for name in (*further_modules, *blocks) if name not in later_modules)
-    return replace(cut, points=tuple(later_modules), begin_modules=rest)
+    begin_or_never = tuple(name for name in (*further_modules, *blocks) if name not in later_modules)
+    return replace(cut, points=tuple(later_modules), begin_modules=begin_or_never)

@@ -36,34 +36,38 @@ class CutModel:
 
 
 def cut_model(model: nn.Module, patterns: Sequence[str]) -> CutModel:
-    """Find the points of a module, and what lies before, between and behind them.
+    """Find the submodules at which a module is cut (its points), and what runs before the first of them.
+
+    Submodules with parameters that are defined after the first point become points too. What is defined before it runs
+    in a layer of its own, together with tensors that the modules around the points hold themselves.
 
     Raises:
         ConfigError: a pattern finds nothing, a submodule is named twice or lies in another one, or the points are out
             of order.
     """
     points = _matching_points(model, patterns)
-    around = {name.rpartition(".")[0] for name in points}
-    around |= {path for name in around for path in _parents(name)} | {""}
+    # Outer modules contain the points: their parents up to the model, and lists beside the points.
+    outer_modules = {name.rpartition(".")[0] for name in points}
+    outer_modules |= {path for name in outer_modules for path in _parents(name)} | {""}
     for name, module in model.named_modules():
-        if name.rpartition(".")[0] in around and name not in points and _is_container(module):
-            around.add(name)
+        if name.rpartition(".")[0] in outer_modules and name not in points and _is_container(module):
+            outer_modules.add(name)
     definition_order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     begin_modules: list[str] = []
     later_points: list[str] = []
     for name, module in model.named_modules():
-        # Of the modules around the points: their submodules, but for these and the points.
-        if name in around or name in points or name.rpartition(".")[0] not in around:
+        # Look at the submodules of outer modules that are neither outer modules nor points.
+        if name in outer_modules or name in points or name.rpartition(".")[0] not in outer_modules:
             continue
-        is_behind = definition_order[name] > definition_order[points[0]]
+        is_after_first_point = definition_order[name] > definition_order[points[0]]
         has_parameters = any(True for _ in module.parameters())
-        if is_behind and has_parameters:
+        if is_after_first_point and has_parameters:
             later_points.append(name)
         elif has_parameters or module.state_dict():
             begin_modules.append(name)
     tensors = [
         f"{path}.{name}" if path else name
-        for path in sorted(around, key=definition_order.__getitem__)
+        for path in sorted(outer_modules, key=definition_order.__getitem__)
         for name, _ in own_tensors(model.get_submodule(path))
     ]
     return CutModel(tuple(_merged(points, later_points, definition_order)), tuple(begin_modules), tuple(tensors))
@@ -86,7 +90,13 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _matching_points(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the submodules that the patterns name, in the order of the patterns. Raises: ConfigError."""
+    """Return the names of the submodules that the patterns match, in the order of the patterns.
+
+    A `*` stands for one part of a name, as in `layers.*`.
+
+    Raises:
+        ConfigError: a pattern matches nothing, points lie in each other, or a point is a list that has no forward.
+    """
     names = [name for name, _ in model.named_modules() if name]
     if isinstance(patterns, str) or not patterns:
         raise ConfigError(f"{patterns!r}; expected a list of names of submodules, such as ['layers.*']", key=KEY)
