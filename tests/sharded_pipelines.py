@@ -38,6 +38,12 @@ def settings(*which):
     return pytest.mark.parametrize("setting", which, indirect=True, ids=name_of)
 
 
+def ways(names, *quick, slow=()):
+    """Run a test with each tuple of values of these parameters, with the slow ones in `make test-all` alone."""
+    cases = [*(pytest.param(*case) for case in quick), *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
+    return pytest.mark.parametrize(names.split(), cases, ids=name_of, indirect=["setting"])
+
+
 def name_of(setting):
     return " ".join(str(value) for value in setting.values()) if isinstance(setting, dict) else None
 

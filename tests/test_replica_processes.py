@@ -16,7 +16,7 @@ from penstock.execute.transport import LocalTransport
 from tests.local_pipelines import WIDTH, error_of, float_layers, settle, square_loss, zero
 from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, device_mesh, difference, pipeline_of, train, train_alone
 from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
-from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of, ways
 
 DEADLINE_S = 600.0
 """No test waits for it: what ends has not come to it."""
@@ -133,7 +133,6 @@ WRAPPED = {
     "DTensors": wrapped(lambda layer: distribute_module(layer, mesh_of_two()["data"])),
 }
 MESHES = {
-    "unknown": (plain(lambda rank: mesh_of(2, 2, names=("replica", "pipeline"))), "dimension 'replica' is unknown"),
     "misspelt": (plain(lambda rank: mesh_of(2, 2, names=("dat", "pipeline"))), "Did you mean 'data'"),
     "reserved": (
         plain(lambda rank: mesh_of(2, 1, 2, names=("data", "tensor", "pipeline"))),
@@ -146,10 +145,8 @@ MESHES = {
     ),
     "no mesh": (only_on_rank_2(lambda: "data"), "expected a DeviceMesh"),
     "another": (only_on_rank_2(lambda: device_mesh(4, 1)), "give every rank one mesh"),
-    "another order": (only_on_rank_2(lambda: device_mesh(2, 2, ("pipeline", "data"))), "give every rank one mesh"),
     "none": (only_on_rank_2(lambda: None), "was given a mesh, rank"),
     "none for full": (plain(lambda rank: None, lambda rank: TWO), "shard: 'full' needs the ranks to share with: pass"),
-    "none for optimizer": (plain(lambda rank: None, lambda rank: OPTIMIZER), "shard: 'optimizer' needs the ranks to"),
 }
 OTHERS = {
     "group": (plain(options=lambda rank: {"process_group": dist.group.WORLD}), "goes without a process group"),
@@ -176,14 +173,25 @@ OF_SHARDS = {
     **{f"{name} and shards": (case, name) for name, case in WRAPPED.items()},
     "no data dimension": (plain(lambda rank: mesh_of(4, names=("pipeline",))), "'data'"),
     "another shard": (plain(options=lambda rank: {"shard": "optimizer"} if rank == 3 else {}), "disagree on shard"),
-    "another residency": (plain(options=lambda rank: {"residency": 1} if rank == 1 else {}), "disagree on shard"),
-    "no residency": (plain(options=lambda rank: {"residency": 0}), "residency: 0"),
     "reduce_stage and shards": (plain(options=lambda rank: {"reduce_stage": print}), "reduce_stage"),
 }
 CASES = MESHES | OTHERS | OF_SHARDS
+QUICK = {
+    "misspelt",
+    "wrong on one",
+    "another",
+    "none",
+    "none for full",
+    "group",
+    "split",
+    "fully_shard",
+    "another shape",
+}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_a_wrong_mesh_or_what_it_does_not_go_with_is_one_message_on_every_rank_and_costs_no_deadline(four_ranks, case):
     kinds = ("ConfigError",) if case in MESHES else ("ConfigError", "PipelineError")
 
@@ -259,18 +267,10 @@ def failing(rank, bad, how, deadline_s, pipeline=2, data=2, setting=NONE):
 
 
 @pytest.mark.feature("X48")
-@pytest.mark.parametrize(
-    ("pipeline", "data", "bad", "setting"),
-    [
-        (2, 2, 1, NONE),
-        (2, 2, 2, NONE),
-        (1, 4, 3, NONE),
-        (2, 2, 0, TWO),
-        (2, 2, 3, ONE),
-        (1, 4, 1, OPTIMIZER),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 2, 0, NONE), (2, 2, 3, NONE), (1, 4, 3, TWO))),
-    ],
-    ids=name_of,
+@ways(
+    "pipeline data bad setting",
+    (2, 2, 1, NONE),
+    slow=[(1, 4, 3, NONE), (2, 2, 0, TWO), (2, 2, 3, ONE), (1, 4, 1, OPTIMIZER)],
 )
 def test_a_killed_rank_is_named_by_all_others_at_once(pipeline, data, bad, setting):
     outcome = run_ranks_with_deaths(4, failing, bad, "kill", DEADLINE_S, pipeline, data, setting)
@@ -283,7 +283,7 @@ def test_a_killed_rank_is_named_by_all_others_at_once(pipeline, data, bad, setti
         assert f"rank {bad} (pipeline {bad % pipeline}, data {bad // pipeline}) is the culprit: its process" in text
 
 
-@pytest.mark.parametrize(("bad", "setting"), [(0, NONE), (3, NONE), (0, OPTIMIZER), (3, TWO)], ids=name_of)
+@ways("bad setting", (3, TWO), slow=[(0, NONE), (0, OPTIMIZER)])
 def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_is_right(four_ranks, bad, setting):
     expected = train_alone(planted_job("", 2)).losses[0].item()
 
@@ -293,10 +293,8 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_next_step_is_right(four_rank
         assert loss == pytest.approx(expected, abs=1e-14)
 
 
-STOPPED = [ONE, *(pytest.param(setting, marks=pytest.mark.full) for setting in (NONE, OPTIMIZER))]
-
-
-@pytest.mark.parametrize("setting", STOPPED, ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [ONE, pytest.param(OPTIMIZER, marks=pytest.mark.full)], ids=name_of)
 def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(setting):
     with RankPool(4) as pool:
         pool.begin(failing, 2, "stop", 4.0, 2, 2, setting)
@@ -315,7 +313,7 @@ def on_a_slice_of_a_larger_mesh(rank, setting):
     return train(whole["pipeline", "data"], Job([8, 8]), "1f1b", 2, adamw, deadline_s=DEADLINE_S, **setting)
 
 
-@pytest.mark.parametrize("setting", [NONE, ONE], ids=name_of)
+@ways("setting", (ONE,), slow=[(NONE,)])
 def test_a_slice_of_a_larger_mesh_is_a_job_of_its_own(four_ranks, setting):
     found = four_ranks.run(on_a_slice_of_a_larger_mesh, setting)
 

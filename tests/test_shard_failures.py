@@ -26,7 +26,7 @@ from tests.mesh_pipelines import (
     train_alone,
     whole,
 )
-from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of, settings
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, name_of, settings, ways
 
 DEADLINE_S = 60.0
 PLACES = ("forward", "backward", "weight", "loss")
@@ -139,19 +139,19 @@ def loaded(weights):
     return layers
 
 
-CASES = [
-    *((2, 2, "1f1b", NONE, bad, "forward", 0) for bad in range(4)),
-    (2, 2, "interleaved-1f1b", TWO, 0, "forward", 0),
-    (2, 2, "interleaved-1f1b", ONE, 3, "forward", 3),
+@ways(
+    "pipeline data schedule setting bad place at",
+    (2, 2, "1f1b", NONE, 2, "forward", 0),
     (2, 2, "zbv", ONE, 1, "backward", 2),
-    (2, 2, "zbv", OPTIMIZER, 2, "backward", 1),
-    (2, 2, "zb-h1", TWO, 3, "weight", 3),
-    (1, 3, "interleaved-1f1b", ALL, 1, "backward", 3),
     (2, 2, "1f1b", OPTIMIZER, 3, "loss", 0),
-]
-
-
-@pytest.mark.parametrize(("pipeline", "data", "schedule", "setting", "bad", "place", "at"), CASES, ids=name_of)
+    slow=[
+        (2, 2, "1f1b", NONE, 0, "forward", 0),
+        (2, 2, "interleaved-1f1b", TWO, 0, "forward", 0),
+        (2, 2, "interleaved-1f1b", ONE, 3, "forward", 3),
+        (2, 2, "zb-h1", TWO, 3, "weight", 3),
+        (1, 3, "interleaved-1f1b", ALL, 1, "backward", 3),
+    ],
+)
 def test_a_layer_that_fails_is_one_error_on_all_and_the_weights_are_as_without_it(
     pipeline, data, schedule, setting, bad, place, at
 ):
@@ -217,8 +217,7 @@ class Clamped(nn.Module):
         return self.linear(x)
 
 
-@settings(TWO, OPTIMIZER)
-@pytest.mark.parametrize("bad", [None, 2])
+@ways("bad setting", (None, TWO), (2, OPTIMIZER))
 def test_a_weight_that_a_forward_changes_is_an_error_since_the_change_would_be_lost(bad, setting):
     job = Job([8, 8], lambda: [Clamped(seed) for seed in range(4)])
 
@@ -281,7 +280,7 @@ def retried(own, inputs, target):
     return None
 
 
-@settings(ONE, OPTIMIZER)
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_what_a_user_does_between_steps_needs_no_whole_weights(setting):
     """A copy of the weights, a change, and its undoing."""
     job = Job([8, 8])

@@ -12,11 +12,9 @@ import penstock as ps
 from tests.exactness.features import LOSSES, MODELS, REFERENCES, batch, options
 from tests.local_pipelines import WIDTH, float_layers, settle
 from tests.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_pipelines, two_steps
-from tests.sharded_pipelines import FULL, ONE, OPTIMIZER, TWO, compared, name_of, norm_layers, sequence_job, settings
+from tests.sharded_pipelines import FULL, ONE, OPTIMIZER, TWO, compared, name_of, norm_layers, sequence_job, ways
 from tests.test_skip_steps import LookingBack
 from tests.test_skip_steps import layers as skipping_layers
-
-BOTH = settings(ONE, OPTIMIZER)
 
 # ---- the features of the exactness product
 
@@ -107,15 +105,14 @@ class Wrapped(nn.Module):
         return self.inner(x)[0]
 
 
-@BOTH
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@ways("kind setting", (nn.LSTM, ONE), slow=[(nn.GRU, OPTIMIZER)])
 def test_recurrent_layers_train(kind, setting):
     job = sequence_job(lambda: [settle(Wrapped(kind), seed) for seed in range(4)], 5)
 
     assert compared(2, 2, job, "interleaved-1f1b", steps=2, **setting) == []
 
 
-@pytest.mark.parametrize(("schedule", "setting"), [("1f1b", ONE), ("zbv", ONE), ("zb-h1", OPTIMIZER)], ids=name_of)
+@ways("schedule setting", ("1f1b", ONE), slow=[("zbv", ONE), ("zb-h1", OPTIMIZER)])
 def test_layers_in_torchs_checkpoint_wrapper_train(schedule, setting):
     job = Job([8, 8], lambda: [checkpoint_wrapper(each) for each in float_layers(FLOAT, 4)])
     plain = Job([8, 8], lambda: float_layers(FLOAT, 4))
@@ -123,14 +120,14 @@ def test_layers_in_torchs_checkpoint_wrapper_train(schedule, setting):
     assert compared(2, 2, job, schedule, alone=plain, **setting) == []
 
 
-@BOTH
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_layers_that_carry_and_hand_on_values_train_in_slices(setting):
     job = sequence_job(partial(skipping_layers, LookingBack, 6), 4)
 
     assert compared(2, 2, job, "seq1f1b", steps=2, slices=2, **setting) == []
 
 
-@BOTH
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_activations_that_a_program_moves_to_the_host_train(setting):
     schedule = ps.build("zb-h1", ranks=2, microbatches=MICROBATCHES)
     program = ps.lower(schedule, offload=range(2), **setting)
@@ -138,7 +135,7 @@ def test_activations_that_a_program_moves_to_the_host_train(setting):
     assert compared(2, 2, Job([8, 8]), program, **setting) == []
 
 
-@BOTH
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_buffers_of_the_first_replica_reach_all(setting):
     def buffers(own, inputs, target):
         two_steps(own, inputs, target)

@@ -31,14 +31,11 @@ from tests.sharded_pipelines import (
     OPTIMIZER,
     TWO,
     compared,
-    name_of,
-    settings,
     tied_layers,
     token_job,
+    ways,
 )
 
-SHARDED = settings(ONE, OPTIMIZER)
-EACH_WAY = settings(NONE, IN_PLACE, ONE, OPTIMIZER)
 PLAN = [True, True, False, False, True, False, True]
 """Whether each step is outside of no_sync()."""
 
@@ -54,20 +51,21 @@ def tied_twice():
     return layers
 
 
-TIED = [
-    (2, 2, "1f1b"),
-    (2, 2, "zbv"),
-    (2, 3, "interleaved-1f1b"),
-    (1, 2, "interleaved-1f1b"),
-    (2, 2, "zb-h1"),
-    (3, 2, "zbv"),
-]
-WAYS_OF_TIED = [(*layout, setting) for layout in TIED for setting in (ONE, TWO, OPTIMIZER)]
-WAYS_OF_TIED += [(*layout, setting) for layout in TIED[:2] for setting in (NONE, IN_PLACE)]
-
-
 @pytest.mark.feature("X23")
-@pytest.mark.parametrize(("pipeline", "data", "schedule", "setting"), WAYS_OF_TIED, ids=name_of, indirect=["setting"])
+@ways(
+    "pipeline data schedule setting",
+    (2, 2, "1f1b", IN_PLACE),
+    (2, 2, "zbv", ONE),
+    (1, 2, "interleaved-1f1b", OPTIMIZER),
+    slow=[
+        (2, 2, "zbv", NONE),
+        (2, 2, "1f1b", TWO),
+        (2, 3, "interleaved-1f1b", ONE),
+        (2, 2, "zb-h1", ONE),
+        (2, 2, "zb-h1", OPTIMIZER),
+        (3, 2, "zbv", TWO),
+    ],
+)
 def test_what_is_tied_over_ranks_or_over_stages_of_one_rank_counts_once(pipeline, data, schedule, setting):
     """zbv has the first and the last stage on one rank: they are one unit."""
     job = Job([8] * data, tied_layers)
@@ -75,8 +73,7 @@ def test_what_is_tied_over_ranks_or_over_stages_of_one_rank_counts_once(pipeline
     assert compared(pipeline, data, job, schedule, **setting) == []
 
 
-@SHARDED
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-1f1b"])
+@ways("schedule setting", ("zbv", ONE), slow=[("1f1b", OPTIMIZER), ("interleaved-1f1b", ONE)])
 def test_parameters_may_be_tied_in_several_groups(schedule, setting):
     job = Job([8, 8], tied_twice)
 
@@ -88,8 +85,7 @@ def test_parameters_may_be_tied_in_several_groups(schedule, setting):
 # ---- several steps
 
 
-@settings(NONE, IN_PLACE, ONE, OPTIMIZER, ALL)
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@ways("schedule setting", ("1f1b", NONE), ("zbv", IN_PLACE), ("zbv", ONE), ("1f1b", OPTIMIZER), slow=[("1f1b", ALL)])
 def test_gradients_of_earlier_steps_count_once_with_and_without_no_sync(schedule, setting):
     job = Job([8, 8, 8], tied_layers)
 
@@ -105,8 +101,7 @@ def test_gradients_of_earlier_steps_count_once_with_and_without_no_sync(schedule
     assert_near(gradients_after(job, schedule, steps, **setting), expected)
 
 
-@EACH_WAY
-@pytest.mark.parametrize("to_none", [False, True])
+@ways("to_none setting", (False, NONE), (True, NONE), (False, IN_PLACE), (False, ONE), (True, OPTIMIZER))
 def test_gradients_that_are_zeroed_in_between_are_gone(to_none, setting):
     job = Job([8, 8])
 
@@ -124,7 +119,7 @@ def test_gradients_that_are_zeroed_in_between_are_gone(to_none, setting):
     assert_near(gradients_after(job, "interleaved-1f1b", steps, **setting), gradients_of_steps(job, [5, 1]))
 
 
-@SHARDED
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_weights_that_a_caller_changes_between_steps_are_those_that_the_next_one_uses(setting):
     job = Job([8, 8])
 
@@ -148,8 +143,12 @@ def test_weights_that_a_caller_changes_between_steps_are_those_that_the_next_one
 # ---- types
 
 
-@EACH_WAY
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@ways(
+    "dtype setting",
+    (torch.bfloat16, IN_PLACE),
+    (torch.bfloat16, ONE),
+    slow=[(torch.float32, NONE), (torch.float32, OPTIMIZER)],
+)
 def test_main_gradients_are_summed_in_float32(dtype, setting):
     def layers():
         return [settle(nn.Linear(WIDTH, WIDTH, dtype=dtype), seed) for seed in range(4)]
@@ -183,14 +182,12 @@ def frozen_layers():
     return found
 
 
-@settings(NONE, ONE, OPTIMIZER)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+@ways("schedule setting", ("1f1b", NONE), ("zbv", ONE), slow=[("interleaved-1f1b", OPTIMIZER), ("zbv", OPTIMIZER)])
 def test_frozen_layers_stay_and_others_train(schedule, setting):
     assert compared(2, 3, Job([8, 8, 8], frozen_layers), schedule, **setting) == []
 
 
-@SHARDED
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
+@ways("schedule setting", ("zbv", ONE), slow=[("interleaved-1f1b", OPTIMIZER)])
 def test_parameters_may_be_frozen_and_trained_again_between_steps(schedule, setting):
     job = Job([8, 8])
     frozen = [(), (0, 1, 2), (0, 5), tuple(range(8)), (7,), ()]
@@ -219,7 +216,7 @@ def test_parameters_may_be_frozen_and_trained_again_between_steps(schedule, sett
 # ---- norms
 
 
-@SHARDED
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_norms_are_those_of_one_process_and_have_the_same_bits_on_all_ranks(setting):
     job = Job([8, 8, 8], tied_layers)
 

@@ -35,14 +35,11 @@ from tests.sharded_pipelines import (
     OPTIMIZER,
     TWO,
     compared,
-    name_of,
     sequence_job,
     settings,
+    ways,
     whole_gradients,
 )
-
-BOTH = settings(ONE, OPTIMIZER)
-
 
 # ---- weights that outlive the forward of their stage
 
@@ -71,18 +68,19 @@ def assert_as_replicas(pipeline, data, job, schedule, setting, **options):
     assert_near(found, expected)
 
 
-WAYS = [(1, "interleaved-1f1b"), (2, "interleaved-1f1b"), (2, "zbv"), (2, "zb-h1")]
-
-
-@pytest.mark.parametrize(("pipeline", "schedule"), WAYS)
-@BOTH
+@ways(
+    "pipeline schedule setting",
+    (1, "interleaved-1f1b", OPTIMIZER),
+    (2, "zbv", ONE),
+    slow=[(2, "interleaved-1f1b", OPTIMIZER), (2, "zb-h1", ONE)],
+)
 def test_outputs_that_are_views_of_weights_train(pipeline, schedule, setting):
     split = {"stages_per_rank": 4} if pipeline == 1 else {}
 
     assert_as_replicas(pipeline, 2, Job([8, 8], table_layers), schedule, setting, **split)
 
 
-@BOTH
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_returned_outputs_may_be_views_of_weights(setting):
     def outputs(own, inputs, target):
         stepped = own.step(inputs, target=target, return_outputs=True).outputs
@@ -109,8 +107,7 @@ class Handing(Around):
         return self.inner(x) @ self.skip.get()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-1f1b"])
-@BOTH
+@ways("schedule setting", ("zbv", ONE), slow=[("1f1b", OPTIMIZER), ("interleaved-1f1b", ONE)])
 def test_weights_that_are_passed_on_by_skips_train(schedule, setting):
     def layers():
         return [Handing(0, True), *(block(seed, FLOAT) for seed in range(1, 7)), Handing(7, False)]
@@ -132,8 +129,7 @@ class CarriedWeight(nn.Module):
         return self.linear(x) if before is None else nn.functional.linear(x, before, self.linear.bias)
 
 
-@pytest.mark.parametrize("schedule", ["seq1f1b", "breadth-depth"])
-@BOTH
+@ways("schedule setting", ("seq1f1b", ONE), slow=[("breadth-depth", OPTIMIZER)])
 def test_weights_that_slices_carry_train(schedule, setting):
     job = sequence_job(lambda: [CarriedWeight(seed) for seed in range(4)], 4)
 
@@ -150,8 +146,7 @@ class Detached(Around):
         return self.inner(x.detach())
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv", "zb-h1"])
-@BOTH
+@ways("schedule setting", ("zb-h1", ONE), slow=[("interleaved-1f1b", OPTIMIZER), ("zbv", ONE)])
 def test_stages_that_get_no_gradient_end_as_those_of_replicas(schedule, setting):
     def layers():
         return [*float_layers(FLOAT, 4), Detached(4, FLOAT), *(block(seed, FLOAT) for seed in (5, 6, 7))]
@@ -172,7 +167,7 @@ class Whole(nn.Module):
         return self.linear(x * self.mask) + self.codes[:WIDTH].double()
 
 
-@BOTH
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_parameters_that_are_no_floats_are_gathered(setting):
     job = Job([8, 8, 8, 8], lambda: [Whole(seed) for seed in range(4)])
 
@@ -211,7 +206,7 @@ class Watched(nn.Module):
         return self.linear(x)
 
 
-@BOTH
+@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
 def test_hooks_of_modules_see_whole_ordinary_parameters(setting):
     job = Job([8, 8], lambda: [Watched(seed) for seed in range(4)])
 
@@ -225,8 +220,7 @@ def test_hooks_of_modules_see_whole_ordinary_parameters(setting):
     assert compared(2, 2, job, "interleaved-1f1b", **setting) == []
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@BOTH
+@ways("schedule setting", ("zbv", ONE), slow=[("1f1b", OPTIMIZER)])
 def test_a_step_under_autocast_has_the_bits_of_replicas(schedule, setting):
     def layers():
         return [settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3) for _ in range(4)]
@@ -244,7 +238,7 @@ def test_a_step_under_autocast_has_the_bits_of_replicas(schedule, setting):
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("setting", [TWO, ALL, OPTIMIZER], ids=name_of)
+@ways("setting", (TWO,), slow=[(ALL,), (OPTIMIZER,)])
 def test_pairs_that_run_in_two_threads_train(setting):
     job = Job([16, 16])
 
@@ -301,7 +295,7 @@ def test_a_rank_that_builds_its_layers_holds_one_whole_stage_at_a_time():
     assert max(most.values()) <= 2
 
 
-@BOTH
+@settings(ONE, OPTIMIZER)
 def test_layers_that_ranks_build_train(setting):
     job = Job([8, 8], lambda: [partial(block, seed, FLOAT) for seed in range(8)])
 

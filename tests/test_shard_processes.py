@@ -11,7 +11,7 @@ import penstock as ps
 from tests.local_pipelines import WIDTH, settle, square_loss, values
 from tests.mesh_pipelines import MICROBATCHES, Job, device_mesh, pipeline_of
 from tests.ranks import run_ranks
-from tests.sharded_pipelines import NONE, OPTIMIZER, TWO, name_of
+from tests.sharded_pipelines import NONE, OPTIMIZER, TWO, ways
 from tests.test_replica_processes import DEADLINE_S
 
 
@@ -80,7 +80,7 @@ def scaled_job():
     return job
 
 
-def scaled(rank, pipeline, data, setting, clips):
+def scaled(rank, pipeline, data, setting):
     """Train with a scaler, and in two of the steps the last replica has an infinite value in one row of one weight."""
     torch.manual_seed(0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -96,7 +96,7 @@ def scaled(rank, pipeline, data, setting, clips):
             layers[2].overflows = step in (1, 4) and own.replica == data - 1
             loss = own.step(inputs, target=target).loss
             scaler.unscale_(optimizer)
-            norm = own.clip_grad_norm_(1.0).item() if clips else 0.0
+            norm = own.clip_grad_norm_(1.0).item()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -107,16 +107,15 @@ def scaled(rank, pipeline, data, setting, clips):
         return found, weights
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "clipped"])
-def clipped_and_alone(request):
-    """Whether gradients are clipped, and what one process comes to then."""
-    return request.param, *run_ranks(1, scaled, 1, 1, NONE, request.param)
+@pytest.fixture(scope="module")
+def alone():
+    """The history of one process, and its weights."""
+    return run_ranks(1, scaled, 1, 1, NONE)[0]
 
 
-@pytest.mark.parametrize("setting", [NONE, TWO, OPTIMIZER], ids=name_of)
-def test_a_scaler_that_overflows_on_one_replica_takes_one_decision_for_all(four_ranks, clipped_and_alone, setting):
-    clips, alone = clipped_and_alone
-    ranks = four_ranks.run(scaled, 2, 2, setting, clips)
+@ways("setting", (TWO,), slow=[(NONE,), (OPTIMIZER,)])
+def test_a_scaler_that_overflows_on_one_replica_takes_one_decision_for_all(four_ranks, alone, setting):
+    ranks = four_ranks.run(scaled, 2, 2, setting)
 
     scales = [scale for _, scale, _ in alone[0]]
     assert sum(later < scale for scale, later in pairwise(scales)) == 2

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
@@ -23,10 +22,9 @@ from tests.mesh_pipelines import (
     train_alone,
     whole,
 )
-from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, compared, norm_layers, settings
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, compared, norm_layers, settings, ways
 
 BOTH = settings(ONE, OPTIMIZER)
-EACH = settings(NONE, ONE, OPTIMIZER)
 
 
 def assert_loss_of_one_process(losses, job):
@@ -39,10 +37,13 @@ def assert_loss_of_one_process(losses, job):
 # ---- evaluation
 
 
-@settings(ONE, TWO, OPTIMIZER, ALL)
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+@ways(
+    "schedule setting",
+    ("1f1b", ONE),
+    ("zbv", OPTIMIZER),
+    slow=[("1f1b", TWO), ("zbv", ALL), ("dualpipe", TWO), ("dualpipe", OPTIMIZER)],
+)
 def test_evaluations_before_and_between_steps_have_the_loss_of_all_rows_and_change_nothing(schedule, setting):
-    setting = TWO if schedule == "dualpipe" and setting is ONE else setting  # it has pairs of two stages
     job = Job([8, 8])
 
     def losses(evaluate, step, parameters):
@@ -76,8 +77,7 @@ def test_evaluations_before_and_between_steps_have_the_loss_of_all_rows_and_chan
 # ---- states of models
 
 
-@pytest.mark.parametrize("on_rank", [0, 1])
-@EACH
+@ways("on_rank setting", (0, NONE), (1, ONE), slow=[(0, OPTIMIZER)])
 def test_a_state_is_gathered_as_whole_tensors_on_one_rank_of_the_first_replica(setting, on_rank):
     job = Job([8, 8, 8], norm_layers)
 
@@ -106,8 +106,7 @@ def other_state(job):
     return {name: value * 3 + 1 for name, value in nn.Sequential(*job.make_layers()).state_dict().items()}
 
 
-@EACH
-@pytest.mark.parametrize("from_rank", [None, 0, 1])
+@ways("from_rank setting", (None, ONE), (0, OPTIMIZER), (1, NONE))
 def test_a_whole_state_is_loaded_by_all_and_the_next_step_uses_it(from_rank, setting):
     job = Job([8, 8, 8])
     state = other_state(job)
@@ -158,8 +157,7 @@ def test_a_state_with_a_wrong_shape_is_one_error_on_all_and_changes_nothing(sett
 # ---- what looks at a step
 
 
-@EACH
-@pytest.mark.parametrize("level", ["messages", "values"])
+@ways("level setting", ("messages", ONE), slow=[("values", NONE), ("values", OPTIMIZER)])
 def test_debug_levels_find_nothing_wrong(level, setting):
     assert compared(2, 2, Job([8, 8]), "zbv", steps=2, debug=level, **setting) == []
 
@@ -177,7 +175,7 @@ def not_finite(own, inputs, target):
     return own.find_not_finite(inputs, target=target)
 
 
-@EACH
+@settings(NONE, ONE)
 def test_a_value_that_is_not_finite_in_one_replica_is_named_on_all_ranks(setting):
     rows = values(1, 16, WIDTH, dtype=FLOAT)
     rows[13, 0] = 7
@@ -205,7 +203,7 @@ def test_a_weight_that_is_not_finite_in_one_shard_is_found(setting):
     assert "1F0" in found[0] or "6.1.weight" in found[0]
 
 
-@EACH
+@ways("setting", (ONE,), slow=[(NONE,), (OPTIMIZER,)])
 def test_a_profile_a_report_of_memory_and_a_recorded_step_are_of_the_replica(setting):
     job = Job([8, 8])
     operations = (Op.REDUCE_GRADIENT,) if setting is NONE else (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRADIENT)
@@ -311,13 +309,12 @@ def test_a_count_that_fails_in_one_replica_is_one_error_on_all():
     assert_loss_of_one_process(losses, job)
 
 
-@pytest.mark.parametrize("pair", [(NONE, NONE), (ONE, OPTIMIZER)], ids=["replicas", "shards"])
-def test_two_pipelines_on_one_mesh_train_side_by_side(pair):
+def test_two_pipelines_on_one_mesh_train_side_by_side():
     job = Job([8, 8])
 
     def case(places):
         others = copy.copy(places)
-        with pipeline_of(places, job, "1f1b", **pair[0]) as one, pipeline_of(others, job, "zbv", **pair[1]) as two:
+        with pipeline_of(places, job, "1f1b", **ONE) as one, pipeline_of(others, job, "zbv", **OPTIMIZER) as two:
             inputs, target = job.of(one.replica)
             optimizer = adamw([*one.parameters(), *two.parameters()])
             losses = []
