@@ -3,7 +3,6 @@
 import copy
 import gc
 from contextlib import nullcontext
-from itertools import product
 
 import pytest
 import torch
@@ -246,10 +245,7 @@ class Adapted(nn.Linear):
         return hidden if self.is_merged else hidden + x @ self.down.T @ self.up.T
 
 
-ONE_ROUTE = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v"]
-
-
-@pytest.mark.parametrize(("schedule", "num_ranks"), [*product(ONE_ROUTE, (1, 2)), ("dualpipe", 2), ("chimera", 2)])
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("gpipe", 1), ("1f1b", 2), ("zbv", 2), ("chimera", 2)])
 def test_adapters_that_train_merges_into_their_weights_train_on_after_an_evaluation(schedule, num_ranks):
     task = float_task(8)
 
@@ -327,18 +323,6 @@ def test_modules_of_the_own_stages_are_used_in_place_and_the_others_never():
     assert on_ranks(2, case) == [[True, True, False, False], [False, False, True, True]]
 
 
-@pytest.mark.feature("D1")
-def test_the_callers_tensors_keep_their_values_and_get_their_own_gradients():
-    task = float_task(8)
-    inputs, alone = (task.inputs[0].clone().requires_grad_() for _ in range(2))
-    reference_step(task.make_layers(), (alone,), {}, task.target, loss=task.loss, num_microbatches=4)
-
-    pipeline_of(None, task).step(inputs, target=task.target)
-
-    assert torch.equal(inputs, alone)
-    assert torch.equal(inputs.grad, alone.grad)
-
-
 @pytest.mark.feature("E12", "E16")
 def test_a_step_updates_no_parameter():
     task = float_task(8)
@@ -373,9 +357,9 @@ def test_a_step_leaves_no_tensor_alive(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    "compile_layer", [lambda layer: torch.jit.trace(layer, torch.ones(2, WIDTH)), torch.jit.script]
+    ("schedule", "compile_layer"),
+    [("gpipe", torch.jit.script), ("zb-h1", lambda layer: torch.jit.trace(layer, torch.ones(2, WIDTH)))],
 )
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_layers_that_torch_jit_has_compiled_train_like_others(schedule, compile_layer):
     batch = (values(1, 8, WIDTH),), values(2, 8, WIDTH)
 
@@ -389,21 +373,7 @@ def test_layers_that_torch_jit_has_compiled_train_like_others(schedule, compile_
     assert difference(on_ranks(2, run_with(task, schedule, 4)), reference, tolerance=1e-5, loss_tolerance=1e-5) == []
 
 
-@pytest.mark.feature("X2")
-def test_frozen_layers_get_no_gradient_and_the_others_the_same():
-    task = float_task(8)
-    make_layers = task.make_layers
-
-    def frozen():
-        return [layer.requires_grad_(index not in (0, 2)) for index, layer in enumerate(make_layers())]
-
-    task.make_layers = frozen
-
-    assert difference(on_ranks(5, run_with(task, "1f1b", 4)), task.reference(4)) == []
-
-
-@pytest.mark.parametrize("variable_shapes", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+@pytest.mark.parametrize(("schedule", "variable_shapes"), [("gpipe", True), ("zbv", False)])
 def test_layers_may_be_frozen_and_unfrozen_between_steps(schedule, variable_shapes):
     task = float_task(4)
     all_gradients = task.reference(2)[1]
@@ -577,17 +547,6 @@ def test_a_limit_in_bytes_is_proved_with_costs_per_layer_of_the_pipelines_own_sp
     assert "the limit of rank 0 is 1" in on_ranks(2, lambda wires: refusal(wires, memory_limit="1 activation"))[1]
 
 
-def test_step_on_one_rank_and_evaluate_on_another_are_refused_everywhere_and_do_no_harm():
-    task = float_task(8)
-
-    def wrong(pipeline):
-        call = pipeline.step if pipeline.rank else pipeline.evaluate
-        call(*task.inputs, target=task.target)
-
-    errors = errors_before_a_right_step(2, task, wrong)
-    assert_errors(errors, StepRefused, "rank 0 is in evaluate (test_pipeline.py:", "rank 1 in step (test_pipeline.py:")
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [((8, 12), "disagree on inputs: "), ((7, 7), "do not divide evenly"), ((8, 7), "do not divide evenly")],
@@ -676,6 +635,7 @@ def test_a_stage_that_changes_its_shape_fails_on_the_sender_with_both_shapes():
     assert (sender.rank, sender.instruction) == (0, "0F0")
     assert all(part in str(sender) for part in ("0F0", "float32[2, 4]", "float32[2, 6]", "variable_shapes=True"))
     assert "rank 0" in str(receiver)
+    assert receiver.rank == 0
     assert torch.isfinite(loss)
 
 
@@ -697,9 +657,7 @@ def test_variable_shapes_allow_a_stage_to_change_its_shape():
     ("kind", "words", "arguments"),
     [
         (PartitionError, "only 5 layers", {"schedule": build("forward-only", ranks=1, microbatches=2, stages=6)}),
-        (ConfigError, "is for 3 ranks, but 1 run", {"schedule": build("gpipe", ranks=3, microbatches=2)}),
         (ConfigError, "has the option 'warmpu'. Did you mean 'warmup'", {"warmpu": "eager"}),
-        (ConfigError, "Did you mean '1f1b'", {"schedule": "1f1"}),
         (ConfigError, "reduction", {"reduction": "avg"}),
         (ConfigError, "below 1", {"microbatches": 0}),
     ],
