@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from penstock.errors import PipelineError, StepRefused
@@ -142,24 +141,3 @@ def test_streams_and_a_pipeline_that_was_told_so_compare_no_values():
 
     expected = pipeline_of(None, TASK).step(INPUTS, target=TARGET + 1).loss
     assert answers(streamed) == answers(whole, check_batches=False) == [expected] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_shuffled_loader_is_refused_on_gloo_and_a_common_seed_is_not(four_ranks, num_ranks):
-    found = four_ranks.run(shuffled_on_gloo, num_ranks)[:num_ranks]
-
-    expected = pipeline_of(None, TASK).step(loaded_by(0)[0], target=loaded_by(0)[1]).loss
-    for text, loss in found:
-        assert "rank 0 and rank 1 were given different values in args[0], target;" in text
-        torch.testing.assert_close(loss, expected)
-
-
-def shuffled_on_gloo(rank, num_ranks):
-    group = dist.new_group(list(range(num_ranks)))
-    if rank >= num_ranks:
-        return None
-    with pipeline_of(None, TASK, process_group=group) as pipeline:
-        error = error_of(shuffled, pipeline, rank)
-        inputs, target = loaded_by(0)
-        return str(error), pipeline.step(inputs, target=target).loss

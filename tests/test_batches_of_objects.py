@@ -7,25 +7,18 @@ an input, or the loss as a target. A microbatch that got rows of another one wou
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils import _pytree
 
-from penstock.errors import StepRefused
-from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, Around, error_of, gradients_of, named, on_ranks, square_loss, values
+from tests.local_pipelines import WIDTH, Around, gradients_of, named, on_ranks, square_loss, values
 from tests.mesh_pipelines import on_mesh
 
 ROWS, MICROBATCHES = 8, 4
 DOUBLE = {"dtype": torch.float64}
-SCHEDULES = ["1f1b", "zb-h1"]
 
 Pair = namedtuple("Pair", ["rows", "name"])
 
@@ -154,76 +147,23 @@ def on_two_ranks(make_layers, loss, schedule, x, target, **keywords):
 INPUTS, TARGET, EXTRA = (values(seed, ROWS, WIDTH, **DOUBLE) for seed in (1, 2, 3))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("make", "read"), CONTAINERS.values(), ids=CONTAINERS)
-def test_a_keyword_in_a_container_is_cut(make, read, schedule):
-    ranks = on_two_ranks(partial(adding_layers, read), square_loss, schedule, INPUTS, TARGET, extra=make(EXTRA))
+def test_a_keyword_in_a_container_is_cut(make, read):
+    ranks = on_two_ranks(partial(adding_layers, read), square_loss, "zb-h1", INPUTS, TARGET, extra=make(EXTRA))
 
     expected = of_one_process(adding_layers(lambda rows: rows), square_loss, INPUTS, TARGET, extra=EXTRA)
     assert_as_in_one_process(ranks, expected)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("make", "read"), CONTAINERS.values(), ids=CONTAINERS)
-def test_an_input_and_a_target_in_a_container_are_cut(make, read, schedule):
+def test_an_input_and_a_target_in_a_container_are_cut(make, read):
     def loss(output, target):
         return square_loss(output, read(target))
 
-    ranks = on_two_ranks(partial(opening_layers, read), loss, schedule, make(INPUTS), make(TARGET))
+    ranks = on_two_ranks(partial(opening_layers, read), loss, "1f1b", make(INPUTS), make(TARGET))
 
     expected = of_one_process(opening_layers(lambda rows: rows), square_loss, INPUTS, TARGET)
     assert_as_in_one_process(ranks, expected)
-
-
-LENGTH = 8
-DOCUMENTS = torch.randint(0, 3, (ROWS, LENGTH), generator=torch.Generator().manual_seed(4)).cumsum(1) // 3
-
-
-def within_document(row, head, query, key):
-    return (DOCUMENTS[row, query] == DOCUMENTS[row, key]) & (query >= key)
-
-
-class Attending(Around):
-    """Attends where a block mask allows; by hand, since flex_attention has no backward on CPUs."""
-
-    def forward(self, x, *, extra):
-        mask = create_mask(extra.mask_mod, len(x), 1, LENGTH, LENGTH, device="cpu").squeeze(1)
-        assert extra.shape[0] == len(x)
-        return x + F.scaled_dot_product_attention(self.inner(x), x, x, mask)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_block_mask_is_cut(schedule):
-    mask = create_block_mask(within_document, ROWS, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4)
-    x, target = (values(seed, ROWS, LENGTH, WIDTH, **DOUBLE) for seed in (5, 6))
-
-    def layers():
-        return [Attending(seed, torch.float64) for seed in range(4)]
-
-    ranks = on_two_ranks(layers, square_loss, schedule, x, target, extra=mask)
-
-    assert_as_in_one_process(ranks, of_one_process(layers(), square_loss, x, target, extra=mask))
-
-
-def test_an_object_with_rows_is_refused_by_steps_and_evaluations_and_the_next_step_is_right():
-    batch = SimpleNamespace(rows=EXTRA)
-
-    def read(value):
-        return value.rows if isinstance(value, SimpleNamespace) else value
-
-    def case(wires):
-        pipeline = Pipeline(adding_layers(read), "1f1b", MICROBATCHES, square_loss, transport=wires)
-        calls = [partial(call, INPUTS, target=TARGET, extra=batch) for call in (pipeline.step, pipeline.evaluate)]
-        errors = [error_of(call) for call in calls]
-        parts = PreSplit([SimpleNamespace(rows=rows) for rows in EXTRA.split(ROWS // MICROBATCHES)])
-        result = pipeline.step(INPUTS, target=TARGET, extra=parts)
-        return errors, (result.loss, gradients_of(pipeline.named_parameters()))
-
-    errors, ranks = zip(*on_ranks(2, case), strict=True)
-
-    assert [type(error) for pair in errors for error in pair] == [StepRefused] * 4
-    assert all("kwargs['extra'].rows has 8 rows, as the batch has" in str(error) for pair in errors for error in pair)
-    assert_as_in_one_process(ranks, of_one_process(adding_layers(read), square_loss, INPUTS, TARGET, extra=EXTRA))
 
 
 def test_replicas_cut_the_rows_that_each_was_given():
@@ -240,35 +180,3 @@ def test_replicas_cut_the_rows_that_each_was_given():
 
     expected = of_one_process(adding_layers(lambda rows: rows), square_loss, INPUTS, TARGET, extra=EXTRA)
     assert_as_in_one_process(ranks, expected)
-
-
-class Looking(nn.Module):
-    """Adds the mean of the images of a microbatch."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Around(9, torch.float64).inner
-
-    def forward(self, x, *, images):
-        return x + self.inner(images).mean(0)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("numbers", [(3, 1, 2, 2), (3, 1, 2, 3)])
-def test_images_of_each_microbatch_never_decide_how_rows_are_cut(numbers, schedule):
-    images = values(7, sum(numbers), WIDTH, **DOUBLE).split(numbers)
-    specs = BatchSpec(kwargs={"images": Replicate()})
-
-    def layers():
-        return [Around(1, torch.float64).inner, Looking()]
-
-    def case(wires):
-        pipeline = Pipeline(layers(), schedule, MICROBATCHES, square_loss, transport=wires, specs=specs)
-        result = pipeline.step(INPUTS, target=TARGET, images=PreSplit(images))
-        return result.loss, gradients_of(pipeline.named_parameters())
-
-    first, second = layers()
-    parts = zip(INPUTS.chunk(MICROBATCHES), TARGET.chunk(MICROBATCHES), images, strict=True)
-    loss = sum(square_loss(second(first(x), images=own), y) for x, y, own in parts) / MICROBATCHES
-    loss.backward()
-    assert_as_in_one_process(on_ranks(2, case), (loss.detach(), gradients_of(named([first, second]))))

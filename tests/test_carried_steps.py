@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import PenstockError, PipelineError
+from penstock.errors import PenstockError
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.lost_device import living_instances
 from penstock.models import Carry, DecoderConfig, count_target_tokens, cross_entropy_loss, decoder_layers
@@ -25,7 +25,6 @@ from tests.local_pipelines import (
     Task,
     block,
     difference,
-    differences_on_gloo,
     error_of,
     gradients_of,
     mistakes,
@@ -35,7 +34,6 @@ from tests.local_pipelines import (
     square_loss,
     step_task,
     values,
-    zero,
 )
 from tests.proofs.tables import schedule_of
 from tests.reference import reference_evaluate
@@ -106,15 +104,6 @@ def test_all_slices_together_must_fit_the_models_length():
 
     assert isinstance(error, PenstockError)
     assert f"the sequences have {LENGTH + 1} tokens, but the model is for at most {LENGTH}" in str(error)
-
-
-@pytest.mark.slow
-def test_the_decoder_in_slices_learns_the_same_on_gloo(two_ranks):
-    assert differences_on_gloo(two_ranks, cases_on_gloo, **NEARLY) == [[], []]
-
-
-def cases_on_gloo():
-    return [(decoder_task(), build(**shape), shape["microbatches"], {}) for shape in (SHAPES[2], SHAPES[6])]
 
 
 # ---- layers of a user's own
@@ -312,36 +301,6 @@ def test_nothing_that_was_carried_lives_after_a_step():
     pipeline.evaluate(*task.inputs)
 
     assert alive_tensors() <= before  # as in test_pipeline.py
-
-
-class FailingOnce(RunningSum):
-    """Fails in its third forward, in the middle of a microbatch."""
-
-    def __init__(self, seed):
-        super().__init__(seed)
-        self.num_forwards = 0
-
-    def forward(self, x):
-        self.num_forwards += 1
-        result = super().forward(x)
-        if self.num_forwards == 3:
-            raise ValueError("out of luck")
-        return result
-
-
-def test_a_step_after_a_failure_carries_nothing_over():
-    task = carrying_task(FailingOnce)
-
-    def case(pipeline):
-        error = error_of(step_task, pipeline, task)
-        zero(pipeline)
-        return error, step_task(pipeline, task)
-
-    found = on_pipelines(2, task, case, build("seq1f1b", ranks=2, microbatches=2, slices=3), None)
-
-    assert all(isinstance(error, PipelineError) and "out of luck" in str(error) for error, _ in found)
-    expected = carrying_task(RunningSum).reference(2)
-    assert difference([outcome for _, outcome in found], expected, **NEARLY) == []
 
 
 class CheckpointedTheOldWay(Checkpointed):

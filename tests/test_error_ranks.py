@@ -1,20 +1,16 @@
 """`PipelineError.rank` is the rank to blame, on every rank, whatever happens to whom."""
 
-import os
-import signal
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from penstock import LayerSpec, Pipeline
 from penstock.errors import DeadlineExceeded, EndOfData, PeerLost, PipelineError, StepRefused
-from penstock.execute.transport import LocalTransport, TorchTransport
-from tests.faults import NUM_MICROBATCHES, NUM_RANKS, Fault, FaultyRank, FaultyThreads
+from penstock.execute.transport import LocalTransport
+from tests.faults import NUM_RANKS, Fault, FaultyThreads
 from tests.local_pipelines import error_of, float_layers, float_task, on_pipelines, on_ranks, pipeline_of, square_loss
-from tests.ranks import RankPool
 
 DEADLINE_S = 5.0
 MAX_WAIT_S = 60.0
@@ -75,16 +71,6 @@ def test_a_rank_that_does_not_come_is_to_blame_and_so_is_one_that_does_not_come_
     assert [ending.error for ending in clean] == [None] * NUM_RANKS
 
 
-@pytest.mark.slow
-def test_where_ranks_wait_for_each_other_no_rank_is_to_blame(hasty_threads):
-    hasty_threads.step()
-    hasty_threads.ranks[2].transport.swaps = True
-    endings = hasty_threads.step()
-
-    assert ranks_of(endings) == [None] * NUM_RANKS
-    assert all(ending.text.startswith("no rank goes on: ") for ending in endings)
-
-
 def test_a_transport_alone_blames_the_rank_that_it_waits_for():
     first, second = LocalTransport.create(2, 0.2)
 
@@ -98,78 +84,7 @@ def test_a_transport_alone_blames_the_rank_that_it_waits_for():
     ]
 
 
-# ---- in processes
-
-
-def suffer(rank, faults, deadline_s):
-    """Run a step with each fault and one without; a rank that stops is woken when all others have their error."""
-    me = FaultyRank.start_warm(deadline_s)
-    pids = me.pipeline.control.all_gather_object(os.getpid())
-    store = dist.group.WORLD.get_group_store()
-    blamed = []
-    for fault in faults:
-        ending = me.step(fault)
-        if rank != fault.rank and store.add(str(fault), 1) == NUM_RANKS - 1 and fault.kind == "stop":
-            os.kill(pids[fault.rank], signal.SIGCONT)
-        blamed.append(ending.error.rank)
-        if fault.kind != "kill":
-            assert me.step().error is None
-    me.pipeline.close()
-    return blamed
-
-
-@pytest.mark.slow
-def test_a_process_that_raises_or_is_stopped_or_killed_is_to_blame():
-    faults = [Fault("raise", 2, "backward"), Fault("stop", 1, "forward", 1), Fault("kill", 3, "forward", 2)]
-
-    with RankPool(NUM_RANKS) as pool:
-        outcome = pool.attempt(suffer, faults, DEADLINE_S, timeout_s=MAX_WAIT_S)
-
-    assert not outcome.tracebacks, str(outcome)
-    assert outcome.results == {rank: [2, 1, 3] for rank in (0, 1, 2)}
-
-
-def start_unless_last(rank):
-    if rank == NUM_RANKS - 1:
-        return None
-    return error_of(TorchTransport, deadline_s=DEADLINE_S).rank
-
-
-@pytest.mark.slow
-def test_a_process_that_never_creates_its_pipeline_is_to_blame():
-    with RankPool(NUM_RANKS) as pool:
-        assert pool.run(start_unless_last) == [NUM_RANKS - 1] * (NUM_RANKS - 1) + [None]
-
-
-# ---- wrong shapes, arguments and settings
-
-
-class Growing(nn.Module):
-    """Returns another shape from its second step on."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_calls = 0
-
-    def forward(self, features):
-        self.num_calls += 1
-        return features if self.num_calls <= NUM_MICROBATCHES else features.repeat(1, 2)
-
-
-def test_a_rank_whose_layer_returns_another_shape_is_to_blame():
-    def make_layers():
-        first, second, *others = float_layers()
-        return [first, nn.Sequential(second, Growing()), *others]
-
-    def run(pipeline):
-        pipeline.step(*task.inputs, target=task.target)
-        return error_of(pipeline.step, *task.inputs, target=task.target)
-
-    task = replace(float_task(8), make_layers=make_layers)
-    errors = on_pipelines(NUM_RANKS, task, run, split=[1, 1, 1, 2])
-
-    assert [error.rank for error in errors] == [1] * NUM_RANKS
-    assert "the output is" in str(errors[1])
+# ---- arguments and settings
 
 
 @pytest.mark.parametrize("refusing", [(2,), (1, 3)])
@@ -226,11 +141,17 @@ def refused_within():
     return error_of(Pipeline(float_layers(), "gpipe", 2, square_loss, transport=transport).step, target=torch.zeros(4))
 
 
-@pytest.mark.parametrize("make_error", [refused_within, lambda: EndOfData("no data are left")])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("call", ["step", "evaluate"])
-def test_a_refusal_out_of_a_layer_is_a_failure_of_its_rank(make_error, schedule, num_ranks, call):
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "call", "make_error"),
+    [
+        ("gpipe", 1, "step", refused_within),
+        ("1f1b", 2, "step", lambda: EndOfData("no data are left")),
+        ("interleaved-1f1b", 2, "evaluate", refused_within),
+        ("zb-h1", 2, "step", refused_within),
+        ("zbv", 1, "evaluate", lambda: EndOfData("no data are left")),
+    ],
+)
+def test_a_refusal_out_of_a_layer_is_a_failure_of_its_rank(schedule, num_ranks, call, make_error):
     task = float_task(8)
     error = make_error()
     assert isinstance(error, StepRefused)

@@ -181,15 +181,15 @@ def start_without_rank_3(rank):
     try:
         FaultyRank.start(TorchTransport(deadline_s=DEADLINE_S))
     except DeadlineExceeded as error:
-        return str(error), error.peer
+        return str(error), error.peer, error.rank
 
 
 @pytest.mark.slow
 def test_a_rank_that_never_creates_its_pipeline_is_named_by_all_others():
     endings = run_ranks(NUM_RANKS, start_without_rank_3)
 
-    for rank, (text, peer) in enumerate(endings[:3]):
-        assert peer == 3
+    for rank, (text, *blamed) in enumerate(endings[:3]):
+        assert blamed == [3, 3]
         assert text.startswith(f"rank {rank}: waited "), text
         assert "ranks [3] did not come" in text
 
@@ -221,6 +221,7 @@ def test_a_lost_message_and_swapped_sends_end_in_time_with_the_cycle_of_waits(po
     for lost, swapped, _ in endings:
         for ending, cycle in ((lost, {1, 2}), (swapped, {2, 3})):
             heading = ending.text.splitlines()[0]
+            assert ending.error.rank is None
             assert heading.startswith("no rank goes on: a message was lost or the orders do not match: "), ending.text
             assert {int(peer) for peer in re.findall(r"waits for rank (\d)", heading)} == cycle
     assert is_right([clean for *_, clean in endings])

@@ -66,37 +66,36 @@ def largest(parts):
     ],
     ids=["stack", "stack on dim 1", "sum", "own rule", "list"],
 )
-@pytest.mark.parametrize("call", ["step", "evaluate"])
-def test_a_pipeline_merges_its_outputs_by_the_rule_it_was_given(merge, expected, call):
+def test_a_pipeline_merges_its_outputs_by_the_rule_it_was_given(merge, expected):
     task = float_task(8)
 
     def outputs(pipeline):
-        return getattr(pipeline, call)(*task.inputs, target=task.target, return_outputs=True).outputs
+        calls = (pipeline.step, pipeline.evaluate)
+        return [call(*task.inputs, target=task.target, return_outputs=True).outputs for call in calls]
 
     first, last = on_pipelines(2, task, outputs, merge=merge)
 
-    assert first is None
-    found = torch.stack(last) if merge is list else torch.as_tensor(last)
-    assert torch.equal(found, expected(task.reference(4)[0].outputs))
-
-
-def test_outputs_that_a_rule_cannot_merge_are_an_error_that_names_them():
-    inputs, target = PreSplit([values(1, 2, WIDTH), values(2, 3, WIDTH)]), PreSplit([torch.zeros(())] * 2)
-    pipeline = Pipeline(float_layers(), "1f1b", 2, lambda output, _: output.mean(), merge=Stack())
-
-    error = error_of(pipeline.step, inputs, target=target, return_outputs=True)
-
-    assert isinstance(error, PipelineError)
-    assert "cannot merge [(2, 6), (3, 6)]" in str(error)
+    assert first == [None, None]
+    for outputs_of_call in last:
+        found = torch.stack(outputs_of_call) if merge is list else torch.as_tensor(outputs_of_call)
+        assert torch.equal(found, expected(task.reference(4)[0].outputs))
 
 
 def refusing_rule(parts):
     raise KeyError("logits")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v"])
-@pytest.mark.parametrize("merge", [refusing_rule, Stack(9)])
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "merge"),
+    [
+        ("gpipe", 1, refusing_rule),
+        ("1f1b", 2, Stack(9)),
+        ("interleaved-1f1b", 2, refusing_rule),
+        ("zb-h1", 2, refusing_rule),
+        ("zbv", 2, Stack(9)),
+        ("dualpipe-v", 1, Stack(9)),
+    ],
+)
 def test_outputs_that_cannot_be_merged_fail_the_step_on_all_ranks(schedule, num_ranks, merge):
     """With the documented loop an error on one rank alone is half an update: the others go on to their optimizers."""
     task = float_task(8)
@@ -157,8 +156,7 @@ def test_microbatches_may_have_sequences_of_other_lengths_bit_for_bit(variable_s
 
 
 @pytest.mark.feature("0.7", "A3", "G6")
-@pytest.mark.parametrize("num_parts", [1, 3, 5])
-@pytest.mark.parametrize("place", ["args[0]", "target"])
+@pytest.mark.parametrize(("place", "num_parts"), [("args[0]", 3), ("target", 5)])
 def test_too_few_or_too_many_parts_are_refused_on_every_rank_with_the_counts_and_do_no_harm(place, num_parts):
     task = packed_task(LENGTHS[0])
     wrong = packed_task([(2, 3)] * num_parts)
@@ -208,7 +206,7 @@ class Counting:
 
 
 @pytest.mark.feature("X2")
-@pytest.mark.parametrize("num_frozen", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_frozen", [0, 2])
 def test_nothing_is_sent_below_a_frozen_stage(num_frozen):
     task = float_task(8)
 
@@ -264,10 +262,9 @@ def cut_task(cutting, place):
 
 @pytest.mark.feature("X24")
 @pytest.mark.parametrize(
-    ("cutting", "place"),
-    [(Cutting, 0), (Cutting, 1), (Cutting, 2), (CuttingBelow, 1), (CuttingBelow, 2), (CuttingBelow, 3)],
+    ("cutting", "place", "schedule"),
+    [(Cutting, 0, "gpipe"), (Cutting, 2, "1f1b"), (CuttingBelow, 1, "1f1b"), (CuttingBelow, 3, "gpipe")],
 )
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_microbatches_may_differ_in_whether_an_output_needs_a_gradient(cutting, place, schedule):
     task = cut_task(cutting, place)
 
@@ -334,8 +331,7 @@ def mixed_calls(mix, step, evaluate, parameters):
 
 
 @pytest.mark.feature("B10", "X31")
-@pytest.mark.parametrize("mix", ["TETETE", "ETETET", "EETTET", "TTTEEE", "EEETTT", "TEETTE"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("mix", "schedule"), [("TETETE", "1f1b"), ("EETTET", "gpipe"), ("EEETTT", "1f1b")])
 def test_training_and_evaluation_may_alternate_in_any_mix(mix, schedule):
     def case(pipeline):
         return mixed_calls(
@@ -372,21 +368,6 @@ def test_a_closed_pipeline_says_so_at_once():
         error = error_of(call, *task.inputs, target=task.target)
         assert type(error) is PipelineError
         assert str(error) == "rank 0: the pipeline is closed; make a new one"
-
-
-def test_a_rank_whose_pipeline_is_closed_says_so_and_the_others_do_not_wait_for_long():
-    task = float_task(8)
-
-    def case(pipeline):
-        step_task(pipeline, task)
-        if pipeline.rank == 1:
-            pipeline.close()
-        return error_of(step_task, pipeline, task)
-
-    waiting, closed = on_pipelines(2, task, case)
-
-    assert str(closed) == "rank 1: the pipeline is closed; make a new one"
-    assert_errors([waiting], PipelineError, "rank 1")
 
 
 # ---- set-up

@@ -63,10 +63,7 @@ def weights(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "number"),
-    [("penstock", signal.SIGINT), ("penstock", signal.SIGTERM), ("torchrun", signal.SIGTERM)],
-)
+@pytest.mark.parametrize(("launcher", "number"), [("penstock", signal.SIGINT), ("torchrun", signal.SIGTERM)])
 def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path, weights, launcher, number):
     write_tiny_run(tmp_path)
     started = list(PENSTOCK) if launcher == "penstock" else [*TORCHRUN, "2", *PENSTOCK]

@@ -1,7 +1,6 @@
 """Keywords reach layers behind wrappers in whole steps, as they do on one process."""
 
 import gc
-import inspect
 import itertools
 import tracemalloc
 from functools import partial
@@ -134,24 +133,6 @@ def test_keywords_reach_layers_behind_data_parallel_wrappers_on_gloo(two_ranks):
         torch.testing.assert_close(losses, (loss, loss), rtol=1e-12, atol=1e-12)
 
 
-def test_signatures_are_looked_at_when_the_pipeline_is_made_and_not_in_steps(monkeypatch):
-    looked = []
-    signature = inspect.signature
-
-    def count(*args, **kwargs):
-        looked.append(args)
-        return signature(*args, **kwargs)
-
-    task = task_of(lambda: [Masked(0), Checkpointed(Scaled(1))])
-    pipeline = pipeline_of(None, task)
-    monkeypatch.setattr(inspect, "signature", count)
-    step_task(pipeline, task)
-
-    # `checkpoint` looks at signatures of its own.
-    assert not [args for args in looked if isinstance(getattr(args[0], "__self__", None), nn.Module)]
-    pipeline.close()
-
-
 class Unnamed(nn.Module):
     """Its loop hides which layers get the keywords."""
 
@@ -163,15 +144,6 @@ class Unnamed(nn.Module):
         for layer in self.inner:
             x = layer(x, **kwargs)
         return x
-
-
-def test_a_layer_that_passes_on_a_keyword_too_many_is_named_on_every_rank():
-    task = task_of(lambda: [Unnamed(Masked(0)), Scaled(1)])
-
-    errors = on_pipelines(2, task, lambda pipeline: error_of(step_task, pipeline, task))
-
-    words = "was given every keyword of the batch that is not filled by position: ['mask', 'scale']"
-    assert_errors(errors, PipelineError, "layer 0 (Unnamed)", words)
 
 
 def masked_on_rank_1(pipeline, task):
@@ -214,7 +186,7 @@ class Last(Shifted):
         return self.inner(x) + position
 
 
-def counted_soak(monkeypatch, numbers_of, num_steps=200):
+def counted_soak(monkeypatch, numbers_of, num_steps=120):
     """The losses, how many headers and messages were sent, and how many bytes Python holds more after 40 steps."""
     headers, sends, held = [], itertools.count(), {}
     encode, post_send = messages.encode_layout, LocalTransport.post_send
@@ -262,7 +234,7 @@ def test_numbers_that_change_at_every_step_cost_what_fixed_ones_do(monkeypatch):
     assert num_headers == NUM_MICROBATCHES  # those of the first step
     assert growth < max(usual, 0) + 10_000  # to keep the numbers of each step and rank would take 20 kB
     assert len(set(fixed)) == 1
-    assert len(set(losses)) == 200
+    assert len(set(losses)) == 120
 
 
 @pytest.mark.parametrize("check_batches", [True, False])

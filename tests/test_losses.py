@@ -28,16 +28,13 @@ from tests.local_pipelines import (
     error_of,
     gradients_of,
     on_pipelines,
-    on_ranks,
     outcome_of,
-    outcomes_on_gloo,
     pipeline_of,
     settle,
     square_loss,
     step_task,
     token_loss,
     values,
-    zero,
 )
 from tests.reference import reference_evaluate
 
@@ -201,20 +198,6 @@ def test_slices_have_their_part_in_every_loss(num_ranks, form):
     compared(token_task(OnlySums if form == "sum" else OnlyMeans, loss, **options), schedule, num_steps=2)
 
 
-@pytest.mark.feature("E13")
-@pytest.mark.slow
-def test_it_is_the_same_on_gloo(two_ranks):
-    per_rank = two_ranks.run(outcomes_on_gloo, cases_on_gloo, step_task, timeout_s=90.0)
-
-    for found, (task, *_) in zip(zip(*per_rank, strict=True), cases_on_gloo(), strict=True):
-        assert difference(found, task.reference(4), **NEARLY) == []
-
-
-def cases_on_gloo():
-    task = token_task(OnlyMeans, typed, count=count_tokens)
-    return [(task, name, 4, shape) for name, shape in (("1f1b", {}), ("dualpipe", {}), ("seq1f1b", {"slices": 2}))]
-
-
 # ---- losses of layers
 
 
@@ -314,7 +297,7 @@ class Watched(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 3), ("1f1b", 1), ("gpipe", 2), ("zbv", 2)])
+@pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 3), ("gpipe", 1), ("zbv", 2)])
 def test_a_stage_whose_output_needs_no_gradient_is_trained_by_what_it_adds(name, num_ranks):
     def make_layers():
         return [*[Watched(seed) for seed in range(NUM_LAYERS - 2)], block(7, FLOAT64), block(8, FLOAT64)]
@@ -388,29 +371,6 @@ def test_after_a_step_the_layers_can_be_used_alone():
     assert all(layer.balance.take() is not None for layer in layers)
 
 
-def test_after_a_failed_step_nothing_is_left_and_the_next_one_is_right():
-    task = mean_task()
-
-    def case(wires):
-        calls = []
-
-        def loss(output, target):
-            calls.append(output)
-            return None if len(calls) == 2 else square_loss(output, target)
-
-        pipeline = Pipeline(routed_model(), "1f1b", 4, loss, transport=wires)
-        error = error_of(step_task, pipeline, task)
-        left = [layer.balance.take() for stage in pipeline.stages for layer in stage.layers.values()]
-        zero(pipeline)
-        return error, left, step_task(pipeline, task)
-
-    found = on_ranks(2, case)
-
-    assert all("the loss function returned a NoneType" in str(error) for error, _, _ in found)
-    assert {each for _, left, _ in found for each in left} == {None}
-    assert difference([seen for *_, seen in found], task.reference(4), **NEARLY) == []
-
-
 def test_a_name_of_both_a_layer_and_the_loss_function_is_refused_on_every_rank():
     task = mean_task(loss=lambda output, target: {"balance": square_loss(output, target)})
 
@@ -466,17 +426,6 @@ def test_of_two_routes_each_rank_has_the_reports_of_its_own_microbatches():
         ]
 
 
-def test_of_slices_a_microbatch_has_a_list_of_reports():
-    inputs, target = (values(seed, 4, 6, WIDTH, dtype=FLOAT64) for seed in (1, 2))
-
-    def loss(output, target):
-        return LossOutput(square_loss(output, target), reported=target.shape[1])
-
-    pipeline = Pipeline(plain_model(), build("seq1f1b", ranks=1, microbatches=2, slices=3), loss=loss)
-
-    assert pipeline.step(inputs, target=target).reported == [[2, 2, 2], [2, 2, 2]]
-
-
 @pytest.mark.feature("A9")
 def test_asking_for_a_loss_that_does_not_exist_says_which_do():
     task = mean_task()
@@ -508,8 +457,9 @@ def test_the_losses_of_every_step_are_its_own():
 
 
 @pytest.mark.feature("E2")
-@pytest.mark.parametrize("scale", [2.0**16, lambda loss: loss * 2.0**16], ids=["number", "function"])
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("1f1b", 2.0**16), ("zbv", lambda loss: loss * 2.0**16), ("dualpipe", 2.0**16)]
+)
 def test_a_scale_acts_once_on_every_gradient_and_on_nothing_that_is_reported(name, scale):
     task = mean_task()
 
@@ -525,25 +475,6 @@ def test_a_scale_acts_once_on_every_gradient_and_on_nothing_that_is_reported(nam
         assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in unscaled.items())
 
 
-def test_a_scale_keeps_gradients_that_float16_cannot_hold():
-    def halves_task(factor):
-        def loss(output, target):
-            return factor * square_loss(output.float(), target.float())
-
-        return mean_task(lambda: [block(seed, torch.float16) for seed in range(4)], loss, torch.float16)
-
-    task = halves_task(2.0**-20)
-
-    (_, lost), (_, scaled) = (
-        on_pipelines(2, task, lambda pipeline: step_task(pipeline, task).gradients, "1f1b", 8, **options)
-        for options in ({}, {"scale_loss": 2.0**16})
-    )
-
-    _, wanted = halves_task(2.0**-4).reference(8)
-    assert all(torch.equal(gradient, wanted[name]) for name, gradient in scaled.items())
-    assert any((lost[name] == 0).sum() > (gradient == 0).sum() for name, gradient in scaled.items())
-
-
 def test_what_layers_add_is_scaled_where_nothing_else_is_trained():
     task = mean_task(lambda: [Watched(seed) for seed in range(2)])
 
@@ -552,7 +483,7 @@ def test_what_layers_add_is_scaled_where_nothing_else_is_trained():
     assert torch.equal(scaled.gradients["0.probe.weight"], 4.0 * plain.gradients["0.probe.weight"])
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), "16"])
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), "16"])
 def test_a_wrong_scale_is_refused_before_any_step(scale):
     with pytest.raises(ConfigError, match=r"scale_loss: .* scales no loss; expected a finite number"):
         Pipeline(plain_model(), "1f1b", 4, square_loss, scale_loss=scale)
@@ -585,11 +516,8 @@ def test_a_loss_function_that_asks_is_told_the_factor_of_its_loss():
             "microbatch 0: .* weight 0, but the weights of all microbatches must .* give Pipeline count",
         ),
         (lambda o, t: (summed(o, t), 5), {"count": count_tokens}, r"weight 5, but count returned \d for its target"),
-        (lambda o, t: (summed(o, t), {"a": 1}), {}, r"return penstock.LossOutput\(loss, reported=...\)"),
-        (lambda o, t: {}, {}, r"a dict of losses with the names \[\]; expected one or more"),
-        (lambda o, t: {"a": o}, {}, r"a tensor of shape \(2, 4, 11\) .* as 'a'"),
     ],
-    ids=["no count", "other count", "Megatron", "no names", "no number"],
+    ids=["no count", "other count"],
 )
 def test_what_is_no_loss_is_refused_on_every_rank_with_the_way_out(loss, options, message):
     task = token_task(OnlyMeans, loss, **options)

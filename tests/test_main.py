@@ -33,9 +33,8 @@ def run_without(streams, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["schedules"], ["--version"], ["show", "1f1b", "--ranks=2", "--microbatches=2"]])
-def test_commands_run_without_a_standard_output(arguments):
-    done = run_without("1", *arguments)
+def test_a_command_runs_without_a_standard_output():
+    done = run_without("1", "schedules")
 
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import DeadlineExceeded
-from tests.local_pipelines import WIDTH, error_of, settle, square_loss, values, zero
+from tests.local_pipelines import WIDTH, error_of, settle, square_loss, zero
 from tests.mesh_pipelines import (
     FLOAT,
     MICROBATCHES,
@@ -278,23 +278,3 @@ def retried(own, inputs, target):
         except ps.PipelineError:
             continue
     return None
-
-
-@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
-def test_what_a_user_does_between_steps_needs_no_whole_weights(setting):
-    """A copy of the weights, a change, and its undoing."""
-    job = Job([8, 8])
-
-    def steps(own, inputs, target):
-        own.step(inputs, target=target)
-        local = [each.to_local().clone() for each in own.parameters()]
-        noise = values(3, 1, dtype=FLOAT)
-        with torch.no_grad():
-            for each in own.parameters():
-                each.to_local().add_(noise)
-            for each, before in zip(own.parameters(), local, strict=True):
-                each.to_local().copy_(before)
-        own.step(inputs, target=target)
-
-    found = gradients_after(job, "zbv", steps, deadline_s=DEADLINE_S, **setting)
-    assert_near(found, gradients_of_steps(job, [1, 1]))

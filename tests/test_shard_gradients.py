@@ -18,8 +18,6 @@ from tests.mesh_pipelines import (
     gradients_of_steps,
     on_mesh,
     on_pipelines,
-    put_together,
-    train,
     two_steps,
     whole,
 )
@@ -32,7 +30,6 @@ from tests.sharded_pipelines import (
     TWO,
     compared,
     tied_layers,
-    token_job,
     ways,
 )
 
@@ -236,18 +233,3 @@ def test_norms_are_those_of_one_process_and_have_the_same_bits_on_all_ranks(sett
         assert len({norm for norm, _ in ranks}) == 1
         assert ranks[0][0] == pytest.approx(expected, rel=1e-12)
         assert_near(whole([rows for _, rows in ranks], 3), {name: each.grad for name, each in named(layers)})
-
-
-def test_sharded_and_other_steps_of_a_scaled_loss_agree():
-    """A scale that nothing overflows: losses, and gradients that are scaled."""
-
-    def gradients(setting):
-        scaled = setting | {"scale_loss": lambda loss: loss * 1024.0}
-        ranks = on_mesh(2, 2, lambda at: train(at, token_job(), "1f1b", **scaled))
-        return ranks[0].losses, put_together(ranks, 2)[0].gradients
-
-    (losses, found), (expected_losses, expected) = gradients(ONE), gradients(NONE)
-
-    assert losses == expected_losses
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in found)

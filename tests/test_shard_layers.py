@@ -1,17 +1,14 @@
 """Layers that pass on their weights, or use them unusually, train in sharded pipelines as in others."""
 
-import gc
-import weakref
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
 import penstock as ps
 from penstock.models import Skip
 from tests.execute.test_overlap import InTwoThreads
-from tests.local_pipelines import WIDTH, Around, block, float_layers, settle, square_loss, values, zero
+from tests.local_pipelines import WIDTH, Around, block, float_layers, settle, values, zero
 from tests.mesh_pipelines import (
     FLOAT,
     MICROBATCHES,
@@ -259,40 +256,6 @@ def test_large_settings_are_as_good_as_all():
 
 
 # ---- construction
-
-
-def num_whole(weights):
-    """Of weak references to weights, how many lead to one with memory."""
-    held = [weight for each in weights if (weight := each()) is not None]
-    return sum(weight.untyped_storage().nbytes() > weight.element_size() for weight in held)
-
-
-@pytest.mark.full
-def test_a_rank_that_builds_its_layers_holds_one_whole_stage_at_a_time():
-    """A stage has two layers."""
-    most = {}
-
-    def case(places):
-        alive, index = [], places.index
-
-        def make(seed):
-            gc.collect()
-            most[index] = max(most.get(index, 0), num_whole(alive))
-            layer = settle(nn.Linear(64, 64, dtype=FLOAT), seed)
-            alive.append(weakref.ref(layer.weight))
-            return layer
-
-        builders = [partial(make, seed) for seed in range(8)]
-        with ps.Pipeline(
-            builders, "interleaved-1f1b", MICROBATCHES, square_loss, mesh=places, stages_per_rank=4, **ONE
-        ):
-            gc.collect()
-            return sum(each() is not None for each in alive)
-
-    left = on_mesh(1, 2, case)
-
-    assert left == [0, 0]
-    assert max(most.values()) <= 2
 
 
 @settings(ONE, OPTIMIZER)

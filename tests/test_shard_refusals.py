@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.lowering import lower
-from tests.local_pipelines import WIDTH, block, error_of, float_layers, settle, square_loss, zero
+from tests.local_pipelines import WIDTH, block, error_of, float_layers, settle, square_loss
 from tests.mesh_pipelines import (
     FLOAT,
     MICROBATCHES,
@@ -16,14 +16,11 @@ from tests.mesh_pipelines import (
     Rows,
     assert_near,
     gradients_of_steps,
-    layers_of,
     on_mesh,
-    on_pipelines,
     pipeline_of,
-    train_alone,
     whole,
 )
-from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, adamw, compared, name_of, settings, ways
+from tests.sharded_pipelines import ALL, NONE, ONE, OPTIMIZER, TWO, compared, name_of, settings, ways
 from tests.test_torch_gathers import placed_by_torch
 
 DEADLINE_S = 60.0
@@ -202,24 +199,6 @@ def test_a_program_with_torchs_placement_runs_as_it_is(schedule, setting):
 
     assert set(on_mesh(2, 2, case)) == {theirs.digest()}
     assert compared(2, 2, job, theirs, **setting) == []
-
-
-def test_an_optimizer_of_the_layers_parameters_is_one_of_the_shards():
-    job = Job([8, 8])
-
-    def steps(own, inputs, target):
-        held = [each for layer in layers_of(own) for each in layer.parameters() if hasattr(each, "placements")]
-        optimizer = adamw(held)
-        for _ in range(2):
-            own.step(inputs, target=target)
-            own.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        zero(own)
-        return Rows(own)
-
-    ranks = on_pipelines(job, "interleaved-1f1b", steps, deadline_s=DEADLINE_S, **ONE)
-    assert_near(whole(ranks, 2, "weights"), train_alone(job, 2, adamw).weights)
 
 
 def replaced(container, name, make):

@@ -1,38 +1,26 @@
 """Two copies of a model that run in opposite directions train like one model."""
 
-import copy
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from penstock.checkpoints.weight_files import save_weights
-from penstock.errors import PipelineError, StepRefused
 from penstock.execute.control.collectives import Control
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.pipeline import Pipeline
 from penstock.train.optimizing.optim import build_optimizer
 from penstock.train.settings.sections import OptimizerSection
 from tests.local_pipelines import (
-    WIDTH,
-    block,
     difference,
-    error_of,
-    float_layers,
     float_task,
-    gradients_of,
     named,
     on_ranks,
-    settle,
-    square_loss,
     step_task,
     token_task,
     two_routes,
     two_steps,
-    values,
-    zero,
 )
 from tests.reference import reference_step
 
@@ -45,8 +33,7 @@ def pipeline_of(wires, task, num_microbatches=4, **options):
     return Pipeline(task.make_layers(), schedule, loss=task.loss, transport=wires, **task.options, **options)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 5])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 5), (3, 1), (4, 5)])
 def test_every_rank_ends_a_step_with_the_whole_gradient_of_its_stages(num_ranks, num_microbatches):
     task = token_task(2 * num_microbatches + 1, FLOAT64)
 
@@ -79,77 +66,6 @@ def test_gradients_of_several_steps_add_up():
     found = on_ranks(3, lambda wires: two_steps(pipeline_of(wires, task), task))
 
     assert difference(found, task.reference(4, num_steps=2), tolerance=1e-12) == []
-
-
-def test_threads_may_hold_the_very_same_modules():
-    task = float_task(8, FLOAT64)
-    layers = task.make_layers()
-    task.make_layers = lambda: layers
-
-    found = on_ranks(4, lambda wires: step_task(pipeline_of(wires, task), task))
-
-    task.make_layers = partial(float_layers, FLOAT64)
-    reference = task.reference(4)
-    assert difference(found, reference, tolerance=1e-12) == []
-    for name, gradient in gradients_of(named(layers)).items():
-        torch.testing.assert_close(gradient, reference[1][name], **NEARLY)
-
-
-def test_copies_start_equal_however_their_layers_are_built():
-    draws = iter(range(100))  # every call builds something else
-
-    def build():
-        layer = settle(nn.BatchNorm1d(WIDTH, dtype=FLOAT64), next(draws))
-        layer.running_mean += next(draws)
-        return layer
-
-    def case(wires):
-        pipeline = Pipeline([build] * 4, two_routes(4, 2), loss=square_loss, transport=wires)
-        return {name: value for stage in pipeline.stages for name, value in state_of(stage)}
-
-    first, second, third, last = on_ranks(4, case)
-
-    for one, other in ((first, last), (second, third)):
-        assert len(one) == 10
-        assert all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def state_of(stage):
-    return [(f"{name}.{own}", v) for name, layer in stage.layers.items() for own, v in layer.state_dict().items()]
-
-
-def test_running_statistics_of_both_copies_stay_equal():
-    def make_layers():
-        return [nn.Sequential(block(seed, FLOAT64), nn.BatchNorm1d(WIDTH, dtype=FLOAT64)) for seed in range(4)]
-
-    def case(wires):
-        pipeline = Pipeline(make_layers(), two_routes(4, 4), loss=square_loss, transport=wires)
-        pipeline.step(values(1, 8, WIDTH, dtype=FLOAT64), target=values(2, 8, WIDTH, dtype=FLOAT64))
-        return {name: value for stage in pipeline.stages for name, value in state_of(stage)}
-
-    first, second, third, last = on_ranks(4, case)
-
-    for one, other in ((first, last), (second, third)):
-        assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert first["0.1.running_mean"].abs().sum() > 0
-    assert int(first["0.1.num_batches_tracked"]) == 2  # what the first copy saw
-
-
-def test_frozen_layers_get_no_gradient_in_either_copy():
-    task = float_task(8, FLOAT64)
-    make_layers = task.make_layers
-
-    def frozen():
-        layers = make_layers()
-        layers[1].requires_grad_(False)
-        return layers
-
-    task.make_layers = frozen
-
-    found = on_ranks(4, lambda wires: step_task(pipeline_of(wires, task), task))
-
-    assert difference(found, task.reference(4), tolerance=1e-12) == []
-    assert all(outcome.gradients["1.1.weight"] is None for outcome in found if "1.1.weight" in outcome.gradients)
 
 
 # ---- training
@@ -229,18 +145,6 @@ def test_outputs_go_to_the_rank_of_the_first_routes_last_stage_if_that_rank_asks
     torch.testing.assert_close(last[2], whole, **NEARLY)
 
 
-def test_every_rank_with_a_last_stage_needs_the_target():
-    task = float_task(8, FLOAT64)
-
-    def case(wires):
-        target = task.target if wires.rank else None
-        return error_of(pipeline_of(wires, task).step, *task.inputs, target=target)
-
-    for error in on_ranks(3, case):
-        assert type(error) is StepRefused
-        assert "rank 1 was given a target, rank 0 was not, but holds a last stage" in str(error)
-
-
 def test_the_hook_is_called_once_for_copies_on_one_rank_and_on_every_rank_else():
     task = float_task(8, FLOAT64)
 
@@ -259,26 +163,3 @@ def test_the_split_shows_the_copies():
 
     assert drawn[0] == drawn[1]
     assert "0 and 2       3   60.0%" in drawn[0]
-
-
-def test_a_failed_step_keeps_the_gradients_of_the_step_before_and_the_next_one_runs():
-    task = float_task(8, FLOAT64)
-
-    def case(wires):
-        is_failing = []
-        failing = copy.copy(task)
-        failing.loss = lambda output, target: None if is_failing else task.loss(output, target)
-        pipeline = pipeline_of(wires, failing)
-        before = step_task(pipeline, task).gradients
-        is_failing += [True] * (wires.rank == 0)
-        error = error_of(step_task, pipeline, task)
-        kept = gradients_of(pipeline.named_parameters())
-        is_failing.clear()
-        zero(pipeline)
-        return error, all(torch.equal(before[name], kept[name]) for name in before), step_task(pipeline, task)
-
-    found = on_ranks(2, case)
-
-    assert all(isinstance(error, PipelineError) and "3F1" in str(error) for error, _, _ in found)
-    assert [is_kept for _, is_kept, _ in found] == [True, True]
-    assert difference([outcome for *_, outcome in found], task.reference(4), tolerance=1e-12) == []
