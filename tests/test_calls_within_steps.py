@@ -76,8 +76,7 @@ def on_rank_0(name, folder):
     return lambda pipeline: CALLS[name](pipeline, folder) if pipeline.control.rank == 0 else None
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "name"), [*((2, name) for name in CALLS), (4, "evaluate")])
 def test_a_call_by_the_first_microbatch_of_a_stream_refuses_the_step(num_ranks, name, tmp_path):
     outcomes = on_ranks(num_ranks, raised_by, "stream 0", on_rank_0(name, tmp_path))
 
@@ -93,8 +92,13 @@ def on_whichever_rank(name, folder):
     return lambda pipeline: CALLS[name](pipeline, folder)
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("place", ["stream 1", "layer", "loss", "observer"])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        *(("layer", name) for name in CALLS),
+        *((place, name) for place in ("stream 1", "loss", "observer") for name in ("evaluate", "close")),
+    ],
+)
 def test_a_call_from_the_middle_of_a_step_fails_it_on_all_ranks(place, name, tmp_path):
     outcomes = on_ranks(2, raised_by, place, on_whichever_rank(name, tmp_path))
 

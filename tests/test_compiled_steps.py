@@ -37,9 +37,13 @@ from tests.tiny_run import fork_training, write_tiny_run
 
 NUM_MICROBATCHES, NUM_LAYERS, WIDTH, ROWS = 6, 8, 32, 24
 SPLIT = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
-OFTEN = {("zb-h1", "inductor"), ("zbv", "aot_eager"), ("dualpipe-v", "aot_eager")}
+OFTEN = {
+    ("zb-h1", "inductor"): pytest.mark.slow,
+    ("zbv", "aot_eager"): (),
+    ("dualpipe-v", "aot_eager"): pytest.mark.slow,
+}
 SPLIT_BY = [
-    pytest.param(family, backend, marks=() if (family, backend) in OFTEN else pytest.mark.full)
+    pytest.param(family, backend, marks=OFTEN.get((family, backend), pytest.mark.full))
     for family in SPLIT
     for backend in ("aot_eager", "inductor")
 ]

@@ -12,7 +12,8 @@ from penstock.pipeline import Pipeline
 from tests.local_pipelines import WIDTH, block, error_of, float_layers, on_ranks, square_loss, values
 
 F64 = torch.float64
-FAMILIES = ["sequential", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "chimera", "dualpipe", "hanayo"]
+FAMILIES = ["sequential", "1f1b", "zbv", "chimera"]
+SLOW_FAMILIES = ["gpipe", "interleaved-1f1b", "zb-h1", "dualpipe", "hanayo"]
 
 
 layers = partial(float_layers, F64, 8)
@@ -49,10 +50,12 @@ def assert_as_one_process(result, *shape):
 
 
 @pytest.mark.feature("0.4", "A10")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW_FAMILIES)]
+)
 def test_outputs_and_loss_are_those_of_one_process_for_any_number_of_rows(family):
     def case(pipeline):
-        found = [(rows, evaluate(pipeline, rows)) for rows in (8, 1, 3, 7, 2, 4, 13, 1)]
+        found = [(rows, evaluate(pipeline, rows)) for rows in (8, 1, 7, 4, 13, 1)]
         step(pipeline, 8)
         return found
 
@@ -126,7 +129,7 @@ def test_a_training_step_keeps_its_rule_and_ranks_must_have_equal_rows():
         assert {type(trained), type(none), type(unequal)} == {StepRefused}
 
 
-@pytest.mark.parametrize("debug", ["messages", "values"])
+@pytest.mark.parametrize("debug", ["messages", pytest.param("values", marks=pytest.mark.slow)])
 def test_few_rows_pass_under_debugging(debug):
     def case(pipeline):
         for rows in (8, 1, 5, 8):

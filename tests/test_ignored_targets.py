@@ -56,8 +56,7 @@ WEIGHTS = torch.tensor([0.2, 3.0, 0.0, 1.0, 0.5], dtype=torch.float64)
 """Of the classes."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, LENGTH)], ids=str)
+@pytest.mark.parametrize(("shape", "num_ranks"), [((ROWS,), 1), ((ROWS, LENGTH), 2)], ids=str)
 @pytest.mark.parametrize(
     "loss",
     [

@@ -277,7 +277,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.slow if plan == "2 ranks" else ()) for plan in PLANS]
+)
 @pytest.mark.parametrize(("kind", "dtype"), IN_DTYPES)
 def test_saved_tensors_of_every_form_come_back_as_they_were(kind, dtype, plan):
     if kind is ForwardMode and PLANS[plan].num_ranks > 1:
@@ -289,7 +291,9 @@ def test_saved_tensors_of_every_form_come_back_as_they_were(kind, dtype, plan):
     assert_moves_change_nothing(PLANS[plan], layers, numbers(24, 6, dtype=dtype))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in ("gpipe", "split") else pytest.mark.slow) for plan in PLANS]
+)
 @pytest.mark.parametrize("wrapper", RECOMPUTING)
 @pytest.mark.parametrize("kind", [Viewing, InPlace, Function], ids=lambda kind: kind.__name__)
 def test_checkpointed_layers_train_the_same(kind, wrapper, plan):

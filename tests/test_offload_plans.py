@@ -36,7 +36,7 @@ def moving(schedule, **more):
 @pytest.mark.parametrize("again", WITH_R, ids="again={}".format)
 @pytest.mark.parametrize("name", TRAINING)
 def test_programs_of_every_family_are_right_and_else_as_before(name, again):
-    for schedule in filter(None, (schedule_of(name, *shape) for shape in SHAPES)):
+    for schedule in filter(None, (schedule_of(name, *shape) for shape in SHAPES[again::2])):
         schedule = WITH_R[again](schedule)
         program = moving(schedule)
 

@@ -21,11 +21,19 @@ def text_of(name):
 ALL = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 # The pages of docs/moving are run by tests/moving/test_pages.py, on one process and on two.
 PAGES = [name for name in ALL if blocks_of(text_of(name)) and not name.startswith("docs/moving/")]
+QUICK = {
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("design", "index", "observing", "performance", "pipeline", "training")),
+    *(f"docs/schedules/{name}.md" for name in ("bidirectional", "loop", "v")),
+    *(f"docs/{name}.md" for name in ("explanations/proofs", "explanations/split_backward", "recipes/clipping")),
+}
+"""Pages whose blocks run within a second; the others train, search or start processes."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PAGES]
+)
 def test_a_page_runs_and_prints_what_it_shows(name):
     assert difference_of(name) == ""
 

@@ -39,7 +39,9 @@ def train_tensor_parallel(rank, schedule, returns_tensor):
     return gradients_of(pipeline)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", ["zb-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "interleaved-1f1b", "zbv"))]
+)
 def test_tensor_parallel_gradients_are_those_of_one_process(four_ranks, schedule):
     found = four_ranks.run(train_tensor_parallel, schedule, True)
 

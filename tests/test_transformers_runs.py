@@ -55,7 +55,6 @@ def losses_of(folder, run):
     [
         ("pipeline.ranks=2", "pipeline.schedule=zbv"),
         ("parallel.data=2", "parallel.shard=full", "pipeline.ranks=2"),
-        ("pipeline.activation_checkpointing=full",),
         ("pipeline.ranks=2", "pipeline.activation_checkpointing=selective"),
     ],
 )
