@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import socket
 
 import pytest
 
@@ -144,16 +143,6 @@ def test_a_refused_run_leaves_the_findings_of_an_earlier_one(here):
 
     assert status == 1
     assert {name: (here / "run" / name).read_bytes() for name in before} == before
-
-
-@pytest.mark.slow
-def test_a_taken_port_is_refused(refusal):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-
-        message = refusal(["train", "run.toml", "--port", str(port), *settings("pipeline.ranks=2")])
-
-    assert re.search(rf"--port {port}: cannot listen .*Give another port, or none", message)
 
 
 @pytest.mark.slow

@@ -37,13 +37,9 @@ from tests.tiny_run import fork_training, write_tiny_run
 
 NUM_MICROBATCHES, NUM_LAYERS, WIDTH, ROWS = 6, 8, 32, 24
 SPLIT = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
-OFTEN = {
-    ("zb-h1", "inductor"): pytest.mark.slow,
-    ("zbv", "aot_eager"): (),
-    ("dualpipe-v", "aot_eager"): pytest.mark.slow,
-}
+OFTEN = {("zb-h1", "inductor"), ("zbv", "aot_eager"), ("dualpipe-v", "aot_eager")}
 SPLIT_BY = [
-    pytest.param(family, backend, marks=OFTEN.get((family, backend), pytest.mark.full))
+    pytest.param(family, backend, marks=() if (family, backend) in OFTEN else pytest.mark.full)
     for family in SPLIT
     for backend in ("aot_eager", "inductor")
 ]
@@ -151,6 +147,7 @@ def built(family):
 
 
 @pytest.mark.feature("X52")
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend"), SPLIT_BY)
 def test_split_backwards_of_compiled_layers_are_whole_ones_bit_for_bit(two_ranks, family, backend):
     if backend == "inductor":
@@ -200,6 +197,7 @@ def test_tied_weights_of_compiled_layers_get_the_sum_over_their_uses(two_ranks):
                 assert gradient is None or torch.allclose(gradient, wanted[name], rtol=1e-12, atol=1e-12), name
 
 
+@pytest.mark.slow
 def test_compiled_layers_run_on_two_routes(two_ranks):
     schedule = build("dualpipe", ranks=2, microbatches=2 * NUM_MICROBATCHES)
     found = two_ranks.run(train, blocks, "aot_eager", schedule, [2 * ROWS], {})

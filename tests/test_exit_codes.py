@@ -9,7 +9,7 @@ import re
 import pytest
 
 from penstock.cli.status import ExitStatus
-from tests.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, start, write_tiny_run
+from tests.tiny_run import PENSTOCK, TORCHRUN, fork_training, settings, start, write_tiny_run
 
 PLANT = """
 import torch.distributed as dist
@@ -70,19 +70,6 @@ def test_under_torchrun_a_rank_ends_with_its_own_code(tmp_path):
     assert set(re.findall(r"exitcode\s*: (-?\d+)", complained)) <= {"7", "-15"}
     assert re.search(r"exitcode\s*: 7\b", complained)
     assert re.findall("^penstock: .*", complained, re.MULTILINE) == ["penstock: planted"]
-
-
-@pytest.mark.slow
-def test_wrong_usage_is_met_before_any_rank_starts(tmp_path):
-    write_tiny_run(tmp_path)
-
-    train = [*PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2"), "--fesh"]
-
-    found, complained = ended(fork(train, tmp_path))
-
-    assert found == ExitStatus.USAGE
-    assert complained.startswith("penstock train: unknown option --fesh. Did you mean '--fresh'")
-    assert not (tmp_path / "run").exists()
 
 
 LEAVING = """

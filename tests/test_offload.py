@@ -126,9 +126,16 @@ class OncePerRank:
         self.of_rank.hook(first, second)
 
 
-@pytest.mark.parametrize("again", WITH_R, ids="again={}".format)
-@pytest.mark.parametrize("make_overlap", [None, lambda: backward_first, InTwoThreads], ids=["no", "order", "threads"])
-@pytest.mark.parametrize("schedule", [PAIRS, ps.build("dualpipe-v", ranks=2, microbatches=8)], ids=["drawn", "v"])
+@pytest.mark.parametrize(
+    ("schedule", "make_overlap", "again"),
+    [
+        (PAIRS, None, False),
+        (PAIRS, lambda: backward_first, True),
+        (PAIRS, InTwoThreads, False),
+        pytest.param(ps.build("dualpipe-v", ranks=2, microbatches=8), InTwoThreads, True, marks=pytest.mark.slow),
+    ],
+    ids=["no", "order", "threads", "v"],
+)
 def test_overlapped_pairs_train_the_same_in_order_and_by_hook(schedule, make_overlap, again):
     more = {"overlap": OncePerRank(make_overlap)} if make_overlap else {}
 
@@ -278,7 +285,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=pytest.mark.slow if plan == "2 ranks" else ()) for plan in PLANS]
+    "plan", [pytest.param(plan, marks=() if plan in ("recomputed", "split") else pytest.mark.slow) for plan in PLANS]
 )
 @pytest.mark.parametrize(("kind", "dtype"), IN_DTYPES)
 def test_saved_tensors_of_every_form_come_back_as_they_were(kind, dtype, plan):
@@ -292,7 +299,7 @@ def test_saved_tensors_of_every_form_come_back_as_they_were(kind, dtype, plan):
 
 
 @pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=() if plan in ("gpipe", "split") else pytest.mark.slow) for plan in PLANS]
+    "plan", [pytest.param(plan, marks=() if plan == "split" else pytest.mark.slow) for plan in PLANS]
 )
 @pytest.mark.parametrize("wrapper", RECOMPUTING)
 @pytest.mark.parametrize("kind", [Viewing, InPlace, Function], ids=lambda kind: kind.__name__)

@@ -25,7 +25,7 @@ QUICK = {
     "CONTRIBUTING.md",
     *(f"docs/{name}.md" for name in ("design", "index", "observing", "performance", "pipeline", "training")),
     *(f"docs/schedules/{name}.md" for name in ("bidirectional", "loop", "v")),
-    *(f"docs/{name}.md" for name in ("explanations/proofs", "explanations/split_backward", "recipes/clipping")),
+    *(f"docs/{name}.md" for name in ("explanations/split_backward", "recipes/clipping")),
 }
 """Pages whose blocks run within a second; the others train, search or start processes."""
 

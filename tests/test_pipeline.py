@@ -686,14 +686,6 @@ def test_a_training_step_on_a_forward_only_schedule_is_refused():
     assert "no backwards" in str(error)
 
 
-def test_a_loss_that_is_detached_from_the_output_is_an_error_not_a_step_that_trains_nothing():
-    task = float_task(4)
-    task.loss = lambda output, target: square_loss(output.detach(), target)
-
-    with pytest.raises(PipelineError, match="the loss does not depend on the output any more"):
-        on_ranks(2, run_with(task, "1f1b", 2))
-
-
 def test_a_keyword_that_no_layer_of_any_rank_names_is_refused_everywhere():
     def misspell(wires):
         pipeline = Pipeline([Masked(0), Masked(1)], "1f1b", 2, square_loss, transport=wires)

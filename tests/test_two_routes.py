@@ -45,21 +45,6 @@ def test_every_rank_ends_a_step_with_the_whole_gradient_of_its_stages(num_ranks,
         assert all(torch.equal(g, found[other].gradients[name]) for name, g in outcome.gradients.items())
 
 
-def test_both_ranks_of_a_stage_list_its_parameters_under_the_unsplit_models_names():
-    task = float_task(8, FLOAT64)
-
-    def case(wires):
-        pipeline = pipeline_of(wires, task)
-        return [name for name, _ in pipeline.named_parameters()], pipeline.copied_names
-
-    first, middle, last = on_ranks(3, case)
-
-    assert sorted(first[0] + middle[0]) == sorted(name for name, _ in named(task.make_layers()))
-    assert sorted(first[0]) == sorted(last[0])
-    assert len(middle[0]) == len(set(middle[0]))
-    assert {copied for _, copied in (first, middle, last)} == {frozenset()}
-
-
 def test_gradients_of_several_steps_add_up():
     task = float_task(8, FLOAT64)
 
