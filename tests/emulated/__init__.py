@@ -22,13 +22,12 @@ kernels that share a GPU, or drivers.
     rank_threads.py    ranks as threads of one process; `communicator()`, `backend()`
     failing_steps.py   steps that fail, for test_failures.py
     lost_ranks.py      processes of which one is killed, for test_lost_ranks.py
-    transport_models.py  random programs whose messages run as a transport model says
     kept_process.py    that process, one per process of pytest
     rank_processes.py  ranks as processes, for what only they show
     pipelines.py       pipelines of rank threads, and what they train
     timed_pipelines.py steps on the simulated clock, with what computations, messages, hosts and data take
     held_memory.py     steps whose every byte is accounted for, for test_held_memory.py
-    planted.py         the table of planted faults; planting.py plants them, planted_*.py have them and their scenarios
+    planted.py         a sample of planted faults; planting.py plants them, planted_scenarios.py has their scenarios
     scenarios.py   what the fixture `emulated` of conftest.py gives
 
 How to write a scenario: a function at the top of a test module, `f(rank, num_ranks, *arguments)`, whose arguments and

@@ -40,8 +40,6 @@ class Outcome:
     """By rank, of those that raised first; a rank that was stopped because of another is not here."""
     host_waits: dict = field(default_factory=dict)
     """How often hosts waited, by what made them wait."""
-    places_of_waits: list = field(default_factory=list)
-    """(what made a host wait, where), wait by wait."""
     num_launched: int = 0
     num_run: int = 0
 
@@ -84,7 +82,6 @@ def run_scenario(function, arguments, options):
     RUNTIME.finish()
     outcome.reports = list(RUNTIME.checker.reports)
     outcome.host_waits = dict(RUNTIME.host_waits)
-    outcome.places_of_waits = [(why, str(stack)) for why, stack in RUNTIME.places_of_waits]
     outcome.num_launched, outcome.num_run = RUNTIME.num_launched, RUNTIME.queues.num_run
     RUNTIME.reset()
     return outcome

@@ -54,8 +54,6 @@ class Runtime:
         self.communicators = []
         self.host_waits = Counter()
         """How often the host waited, by the operation that made it wait."""
-        self.places_of_waits = []
-        """(what made the host wait, the stack), wait by wait."""
         self.num_launched = 0
         self.ranks = [Host(f"rank {rank}") for rank in range(num_ranks)]
         self.queues.hosts = list(self.ranks)
@@ -149,7 +147,6 @@ class Runtime:
     def note_host_wait(self, why):
         with self.lock:  # ranks are threads
             self.host_waits[why] += 1
-            self.places_of_waits.append((why, capture()))
 
     def know_ended(self, queue):
         """Let the host of a queue know that its operations are over, and nothing of what they waited for."""
