@@ -2,7 +2,7 @@
 
 A communicator is a queue on a stream of its own. What is posted first runs first, and a message runs when both ends
 have come to it, so two ranks that both send first wait for ever. As torch does, a pair of ranks has a queue of its own
-for single messages, in both directions together (`per_pair`); batches and collectives share one more. The host waits
+for single messages, in both directions together; batches and collectives share one more. The host waits
 for none of them: `Work.wait` lets the current stream wait. A posted operation waits for the stream that was current,
 and holds its tensors until somebody waits for it. Bytes go by the store, so ranks may be threads or processes.
 """
@@ -25,8 +25,7 @@ from tests.emulated.stacks import capture
 BACKEND = "emunccl"
 PUMP_S = PAUSE_S = 0.002
 LONGEST_ABORT_S = 3.0
-SUM, AVERAGE, PRODUCT, MINIMUM, MAXIMUM = range(5)  # the numbers of c10d.ReduceOp
-REDUCTIONS = {SUM: torch.add, AVERAGE: torch.add, PRODUCT: torch.mul, MINIMUM: torch.minimum, MAXIMUM: torch.maximum}
+SUM = 0  # the number of c10d.ReduceOp
 
 
 class CommunicatorAborted(RuntimeError):
@@ -102,13 +101,13 @@ class Communicator:
     `watchdog_s` counts from the time at which an operation has come to the head of its queue.
     """
 
-    def __init__(self, store, rank, num_ranks, *, per_pair=True, watchdog_s=None, name="nccl"):
+    def __init__(self, store, rank, num_ranks, *, watchdog_s=None, name="nccl"):
         self.rank, self.num_ranks, self.name = rank, num_ranks, name
         self.device = RUNTIME.extension.current_device()
         self.error = ""
         self.queues = {}
         self.latency_s, self.seconds_per_byte = KERNEL_S, 0.0
-        self._store, self._per_pair, self._watchdog_s = store, per_pair, watchdog_s
+        self._store, self._watchdog_s = store, watchdog_s
         self._numbers, self._batch = {}, None
         RUNTIME.communicators.append(self)
 
@@ -140,11 +139,12 @@ class Communicator:
     # ---- collectives: every rank computes its result from what all have put there, in the order of the ranks
 
     def all_reduce(self, tensors, reduction=SUM):
+        _require_sum(reduction)
         targets = _on_cpu(tensors)
 
         def finish(notes):
             for index, target in enumerate(targets):
-                target.copy_(self._reduced([note.tensors[index] for note in notes], reduction))
+                target.copy_(_sum_of([note.tensors[index] for note in notes]))
 
         return self._collective("all_reduce", (reduction,), tensors, tensors, finish)
 
@@ -156,12 +156,6 @@ class Communicator:
             "broadcast", (root,), reads, writes, lambda notes: _fill(targets, notes[root].tensors), of=tensors
         )
 
-    def all_gather(self, outputs, own):
-        targets = _on_cpu(outputs)
-        return self._collective(
-            "all_gather", (), [own], outputs, lambda notes: _fill(targets, [note.tensors[0] for note in notes])
-        )
-
     def all_gather_into_tensor(self, output, own):
         (target,) = _on_cpu([output])
 
@@ -171,11 +165,12 @@ class Communicator:
         return self._collective("all_gather_into_tensor", (), [own], [output], finish)
 
     def reduce_scatter_tensor(self, output, own, reduction=SUM):
+        _require_sum(reduction)
         (target,) = _on_cpu([output])
 
         def finish(notes):
             parts = [note.tensors[0].reshape(self.num_ranks, *target.shape)[self.rank] for note in notes]
-            target.copy_(self._reduced(parts, reduction))
+            target.copy_(_sum_of(parts))
 
         return self._collective("reduce_scatter_tensor", (reduction,), [own], [output], finish)
 
@@ -270,16 +265,10 @@ class Communicator:
             return Work(self, mark, [*reads, *writes], writes, host_waits=host_waits)
 
     def _queue_for(self, peer):
-        pair = tuple(sorted((self.rank, peer))) if self._per_pair and peer is not None else None
+        pair = None if peer is None else tuple(sorted((self.rank, peer)))
         if pair not in self.queues:
             self.queues[pair] = RUNTIME.queues.of(self.device, RUNTIME.new_stream(self.device))
         return self.queues[pair]
-
-    def _reduced(self, tensors, reduction):
-        total = tensors[0].clone()
-        for tensor in tensors[1:]:
-            total = REDUCTIONS[reduction](total, tensor)
-        return total / self.num_ranks if reduction == AVERAGE else total
 
 
 class Meeting:
@@ -373,6 +362,19 @@ def _is_wanted(queue):
 
 def _on_cpu(tensors):
     return [RUNTIME.extension.as_cpu(tensor) for tensor in tensors]
+
+
+def _require_sum(reduction):
+    if reduction != SUM:
+        raise NotImplementedError(f"emulated: only sums are there, got c10d.ReduceOp number {reduction}")
+
+
+def _sum_of(tensors):
+    """Add tensors up in the order of the ranks."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
 
 
 def _packed(tensors):

@@ -5,11 +5,8 @@ import time
 import pytest
 import torch
 
-from tests.emulated import queues
 from tests.emulated.checker import HANG
 from tests.emulated.kernels import slow
-from tests.emulated.planting import replaced
-from tests.emulated.rank_threads import communicator
 from tests.emulated.runtime import RUNTIME
 from tests.emulated.scenarios import POLICIES
 
@@ -106,60 +103,6 @@ def test_a_time_that_is_read_too_early_is_an_error(emulated):
     assert "must be completed" in early
 
 
-def _side_by_side(rank, num_ranks):
-    events = [torch.Event("emu", enable_timing=True) for _ in range(3)]
-    both = torch.ones(4, device="emu"), torch.ones(4, device="emu")
-    torch.accelerator.synchronize()
-    side = torch.Stream("emu")
-    events[0].record()
-    slow(both[0], 0.25)
-    events[1].record()
-    with side:
-        slow(both[1], 0.1)
-        events[2].record()
-    side.synchronize()
-    torch.accelerator.synchronize()
-    return [events[0].elapsed_time(event) for event in events[1:]]
-
-
-def test_streams_that_do_not_wait_run_at_the_same_time(emulated):
-    assert emulated.run(_side_by_side) == [pytest.approx([250.0, 100.0])]
-
-
-def _host_takes_part_in_time(rank, num_ranks):
-    begin, end = torch.Event("emu", enable_timing=True), torch.Event("emu", enable_timing=True)
-    first, second = torch.ones(4, device="emu"), torch.ones(4, device="emu")
-    side = torch.Stream("emu")
-    torch.accelerator.synchronize()
-    begin.record()
-    slow(first, 0.25)
-    torch.accelerator.synchronize()
-    with side:
-        slow(second, 0.1)
-        end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def test_what_a_host_launches_after_a_wait_begins_after_it(emulated):
-    assert emulated.run(_host_takes_part_in_time) == [pytest.approx(350.0)]
-
-
-def _event_of_a_busy_host(rank, num_ranks):
-    """The host works for a second between two events on a stream that has nothing to do."""
-    begin, end = torch.Event("emu", enable_timing=True), torch.Event("emu", enable_timing=True)
-    torch.accelerator.synchronize()
-    begin.record()
-    RUNTIME.host().now_s += 1.0
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def test_an_idle_stream_comes_to_an_event_when_the_host_records_it(emulated):
-    assert emulated.run(_event_of_a_busy_host) == [pytest.approx(1000.0)]
-
-
 def _dies_of_an_error(rank, num_ranks):
     """The tensor is freed while Python has the error in its hands."""
     with pytest.raises(TypeError, match="expected string"):
@@ -209,43 +152,6 @@ def test_a_hang_is_reported_with_the_head_of_the_queue_and_not_waited_for(emulat
     assert "head of stream 0 of emu:0: never, launched at tests/emulated/test_queues.py:" in report.text
     assert "host of rank 0 waits" in report.text
     assert time.monotonic() - begin_s < 30
-
-
-class FakeTime:
-    """Stands in for the module `time`."""
-
-    now_s = 0.0
-    num_looks = 0
-
-    def monotonic(self):
-        self.num_looks += 1
-        return self.now_s
-
-    def pass_by(self, seconds):
-        """Let time pass, and wait until rank 0 has looked, or waits no more."""
-        self.now_s += seconds
-        seen = self.num_looks
-        while self.num_looks == seen and RUNTIME.ranks[0].waits_for is not None:
-            time.sleep(0.001)
-
-
-def _wait_for_a_slow_peer(rank, num_ranks, hang_s):
-    messages, values = communicator(), torch.zeros(1, device="emu")
-    with replaced("tests.emulated.queues:time", lambda original: FakeTime()):
-        if rank == 0:
-            messages.recv([values], 1).wait()
-            return values.item()
-        while RUNTIME.ranks[0].waits_for is None:
-            time.sleep(0.001)
-        for _ in range(4):
-            values += 1
-            queues.time.pass_by(0.7 * hang_s)
-        messages.send([values], 0).wait()
-        return values.item()
-
-
-def test_a_host_waits_for_a_slow_one_as_long_as_that_launches_something(emulated):
-    assert emulated.run(_wait_for_a_slow_peer, 20.0, num_ranks=2) == [4.0, 4.0]
 
 
 def _random_order(rank, num_ranks):
