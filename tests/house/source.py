@@ -1,6 +1,7 @@
 """The files of src/penstock, parsed, and the measures that the house tests apply to them."""
 
 import ast
+import importlib.util
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -72,22 +73,32 @@ def parts_of_map():
     return re.findall(r"(\w+)(?:/|\.py)", map_of_execute()[1])
 
 
+@cache
+def all_nodes(module):
+    return tuple(ast.walk(module.tree))
+
+
+def nodes(module, *kinds):
+    return [node for node in all_nodes(module) if isinstance(node, kinds)]
+
+
 def functions(module):
-    return [node for node in ast.walk(module.tree) if isinstance(node, FUNCTIONS)]
+    return nodes(module, *FUNCTIONS)
 
 
 def classes(module):
-    return [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    return nodes(module, ast.ClassDef)
 
 
+@cache
 def imports(module):
     """List every import; `from a import b` counts as a.b."""
     inside = {id(node) for function in functions(module) for node in ast.walk(function)}
     found = []
-    for node in ast.walk(module.tree):
+    for node in nodes(module, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             found += [Import(alias.name, node, id(node) in inside) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = _absolute(module, node)
             found += [Import(f"{base}.{alias.name}", node, id(node) in inside) for alias in node.names]
     return found
@@ -131,6 +142,14 @@ def _depth(node, parent):
 def _starts_like_elif(node, parent):
     # `else:` followed by an indented `if` gives the same tree; only the column tells them apart.
     return node.col_offset == parent.col_offset
+
+
+def script(name):
+    """Return a script of `scripts/` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def assert_none(found):

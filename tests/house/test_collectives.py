@@ -234,39 +234,29 @@ def test_every_collective_under_a_condition_is_listed_with_who_may_skip_it():
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "is_conditional"),
     [
-        "    if a:\n        control.together(b)",
-        "    if a:\n        return\n    control.together(b)",
-        "    if a:\n        raise b\n    control.together(b)",
-        "    a and control.together(b)",
-        "    return control.together(b) if a else c",
-        "    for a in b:\n        control.together(a)",
-        "    while a:\n        control.together(a)",
-        "    try:\n        a()\n    except b:\n        control.together(b)",
-        "    [control.across(each) for each in a]",
-        "    if a:\n        share(b)",
-        "    if a:\n        clip(control.all_gather_object)",
+        ("    if a:\n        control.together(b)", True),
+        ("    if a:\n        return\n    control.together(b)", True),
+        ("    if a:\n        raise b\n    control.together(b)", True),
+        ("    a and control.together(b)", True),
+        ("    return control.together(b) if a else c", True),
+        ("    for a in b:\n        control.together(a)", True),
+        ("    while a:\n        control.together(a)", True),
+        ("    try:\n        a()\n    except b:\n        control.together(b)", True),
+        ("    [control.across(each) for each in a]", True),
+        ("    if a:\n        share(b)", True),
+        ("    if a:\n        clip(control.all_gather_object)", True),
+        ("    control.together(b)", False),
+        ("    return [each for each in control.across(b) if each]", False),
+        ("    if control.across(a):\n        return", False),
+        ("    def make():\n        if a:\n            raise b\n    control.together(make)", False),
+        ("    if a:\n        places.across", False),
     ],
 )
-def test_a_condition_is_found(body):
+def test_a_condition_is_found_where_there_is_one(body, is_conditional):
     share = "def share(control):\n    control.together(b)\n"
     module = parse(f"{share}def f(control, a):\n{body}\n", "penstock.example")
 
-    assert [place.partition(":")[0] for place in Calls([module]).conditional_collectives()] == ["example f"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "    control.together(b)",
-        "    return [each for each in control.across(b) if each]",
-        "    if control.across(a):\n        return",
-        "    def make():\n        if a:\n            raise b\n    control.together(make)",
-        "    if a:\n        places.across",
-    ],
-)
-def test_a_collective_of_all_ranks_stands_under_no_condition(body):
-    module = parse(f"def f(control, a):\n{body}\n", "penstock.example")
-
-    assert Calls([module]).conditional_collectives() == set()
+    places = [place.partition(":")[0] for place in Calls([module]).conditional_collectives()]
+    assert places == ["example f"] * is_conditional

@@ -4,12 +4,12 @@ import ast
 
 import pytest
 
-from tests.house.source import assert_none, modules, parse
+from tests.house.source import assert_none, modules, nodes, parse
 
 
 def left_to_the_locale(module):
     """List the calls that open a file of text without its encoding."""
-    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    calls = nodes(module, ast.Call)
     return [module.at(call) for call in calls if _opens_text(call) and "encoding" not in _keywords(call)]
 
 
@@ -40,6 +40,7 @@ def test_one_that_is_left_to_the_locale_is_met(call):
     assert not left_to_the_locale(parse(call.replace(")", ", encoding='utf-8')"), "penstock.example"))
 
 
-@pytest.mark.parametrize("call", ["open(x, 'rb')", "open(x, mode='wb')", "path.open('rb')", "os.open(path, flags)"])
-def test_bytes_and_descriptors_have_no_encoding(call):
-    assert not left_to_the_locale(parse(call, "penstock.example"))
+def test_bytes_and_descriptors_have_no_encoding():
+    calls = "open(x, 'rb')\nopen(x, mode='wb')\npath.open('rb')\nos.open(path, flags)"
+
+    assert not left_to_the_locale(parse(calls, "penstock.example"))

@@ -68,13 +68,13 @@ def test_files_with_threads_or_shared_memory_say_what_they_guarantee_and_rely_on
 
 
 @pytest.mark.parametrize(
-    ("text", "num_found"),
+    ("text", "is_found"),
     [
-        ("import mmap", 1),
-        ('"""Guarantees: this. Relies on: that."""\nimport mmap', 0),
-        ('"""Guarantees: this."""\nfrom threading import Lock', 1),
-        ('"""This."""\nimport time', 0),
+        ("import mmap", True),
+        ('"""Guarantees: this. Relies on: that."""\nimport mmap', False),
+        ('"""Guarantees: this."""\nfrom threading import Lock', True),
+        ('"""This."""\nimport time', False),
     ],
 )
-def test_a_file_without_its_guarantees_is_found(text, num_found):
-    assert len(without_claims(parse(text, "penstock.execute.control.example"))) == num_found
+def test_a_file_without_its_guarantees_is_found(text, is_found):
+    assert bool(without_claims(parse(text, "penstock.execute.control.example"))) == is_found

@@ -65,30 +65,22 @@ def long_sentences(text):
 
 def unnamed_files(text):
     """Files that a block is saved as, by a comment that no reader sees, but not by the paragraph before the block."""
-    found = re.findall(r"([^\n]*(?:\n[^\n]+)*)\n\n<!-- file: (\S+) -->", text)
-    return [name for paragraph, name in found if f"`{name}`" not in paragraph]
+    files = re.finditer(r"\n\n<!-- file: (\S+) -->", text)
+    return [file[1] for file in files if f"`{file[1]}`" not in text[: file.start()].rpartition("\n\n")[2]]
 
 
-def test_the_written_pages_are_few():
+def test_the_written_pages_are_few_and_none_is_long():
     written = [path for path in PAGES if not is_reference(path)]
+    num_lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in written}
 
     assert len(written) <= MAX_PAGES, [str(path.relative_to(DOCS)) for path in written]
-
-
-def test_no_page_is_long():
-    long = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in PAGES if not is_reference(path)}
-
-    assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
+    assert {name: lines for name, lines in num_lines.items() if lines > MAX_LINES} == {}
 
 
 @pytest.mark.parametrize("path", [*PAGES, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_reader_is_told_under_which_name_to_save_a_block(path):
-    assert unnamed_files(path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("path", [*PAGES, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path):
+def test_links_lead_somewhere_and_the_reader_is_told_under_which_name_to_save_a_block(path):
     assert broken_links(path) == []
+    assert unnamed_files(path.read_text(encoding="utf-8")) == []
 
 
 def test_every_page_is_found_from_the_first_one():
@@ -105,9 +97,10 @@ def test_every_page_is_found_from_the_first_one():
     assert [str(path.relative_to(DOCS)) for path in PAGES if path not in found] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_block_says_what_it_is(path):
-    assert wrong_blocks(path.read_text(encoding="utf-8")) == []
+def test_every_block_says_what_it_is():
+    blocks = {str(path.relative_to(ROOT)): wrong_blocks(path.read_text(encoding="utf-8")) for path in PAGES}
+
+    assert {name: wrong for name, wrong in blocks.items() if wrong} == {}
 
 
 def wrong_blocks(text):
@@ -145,7 +138,7 @@ def test_sentences_are_short(path):
     assert long_sentences(path.read_text(encoding="utf-8")) == []
 
 
-def test_what_is_wrong_with_a_page_is_found(tmp_path):
+def test_what_is_wrong_with_a_page_is_found():
     text = "# One\n\n```text\n# no heading [x](gone.md)\n```\n\n## One\n\n[a](#one-1) [b](#two) [c](gone.md)\n"
 
     assert anchors(text) == {"one", "one-1"}
@@ -154,6 +147,7 @@ def test_what_is_wrong_with_a_page_is_found(tmp_path):
     assert long_sentences("word " * 30 + "end. Short.") == [("word " * 30 + "end.").strip()]
     assert long_sentences("* " + "word " * 20 + "\n* " + "word " * 20) == []
     assert not_run("<!-- not run: two machines -->\n```sh not run: x y\n") == ["two machines", "x y"]
+    assert unnamed_files("Save it as `a.py`:\n\n<!-- file: a.py -->\n\nAnd\nthis.\n\n<!-- file: b.py -->") == ["b.py"]
 
 
 def test_a_page_outside_the_repository_has_broken_links_too(monkeypatch, tmp_path):

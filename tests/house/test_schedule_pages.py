@@ -1,14 +1,11 @@
 """docs/schedules.md, the pages in docs/schedules and their pictures are what the families say now."""
 
-import importlib.util
 import re
 
 from penstock.schedules import FAMILIES
-from tests.house.source import ROOT
+from tests.house.source import script
 
-SPEC = importlib.util.spec_from_file_location("schedule_pages", ROOT / "scripts" / "schedule_pages.py")
-schedule_pages = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(schedule_pages)
+schedule_pages = script("schedule_pages")
 
 
 def test_the_pages_and_pictures_are_what_is_generated_now():

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.house.source import assert_none, classes, modules, parse
+from tests.house.source import all_nodes, assert_none, classes, modules, nodes, parse
 
 HOME = "penstock.execute.stages.stage"
 
@@ -13,11 +13,11 @@ def own_attributes():
     """Name all that a `Stage` sets on itself."""
     (home,) = (module for module in modules() if module.name == HOME)
     (stage,) = (each for each in classes(home) if each.name == "Stage")
-    return {each.attr for each in assigned(stage) if ast.unparse(each.value) == "self"}
+    return {attribute.attr for attribute in assigned(ast.walk(stage)) if ast.unparse(attribute.value) == "self"}
 
 
-def assigned(tree):
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, (ast.Store, ast.Del))]
+def assigned(tree_nodes):
+    return [n for n in tree_nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, (ast.Store, ast.Del))]
 
 
 def last_name(expression):
@@ -26,10 +26,9 @@ def last_name(expression):
 
 def names_of_stages(module):
     """Name what holds a stage: `stage`, `_stage`, and what loops over stages call one."""
-    loops = [node for node in ast.walk(module.tree) if isinstance(node, (ast.For, ast.comprehension))]
     return {"stage", "_stage"} | {
         each.target.id
-        for each in loops
+        for each in nodes(module, ast.For, ast.comprehension)
         if isinstance(each.target, ast.Name) and last_name(each.iter).endswith("stages")
     }
 
@@ -48,9 +47,9 @@ def assignments_to_stages(module, own):
     def is_of_stage(target):
         return is_stage(target.value) or (is_near and target.attr in own and ast.unparse(target.value) != "self")
 
-    found = list(filter(is_of_stage, assigned(module.tree)))
-    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call) and node.args]
-    found += [call for call in calls if ast.unparse(call.func) == "setattr" and is_stage(call.args[0])]
+    found = list(filter(is_of_stage, assigned(all_nodes(module))))
+    calls = [call for call in nodes(module, ast.Call) if call.args and ast.unparse(call.func) == "setattr"]
+    found += [call for call in calls if is_stage(call.args[0])]
     return [f"{module.at(node)}: {ast.unparse(node)}" for node in found if module.name != HOME]
 
 
@@ -78,6 +77,7 @@ def test_an_assignment_to_a_stage_is_found(text):
     assert len(assignments_to_stages(parse(text, "penstock.execute.example"), own_attributes())) == 1
 
 
-@pytest.mark.parametrize("text", ["self.index = stage.index", "stage = Stage(0, layers)", "stages[0] = stage"])
-def test_a_stage_may_be_made_and_read(text):
+def test_a_stage_may_be_made_and_read():
+    text = "self.index = stage.index\nstage = Stage(0, layers)\nstages[0] = stage"
+
     assert assignments_to_stages(parse(text, "penstock.execute.example"), own_attributes()) == []
