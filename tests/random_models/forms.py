@@ -1,13 +1,11 @@
 """What travels between layers other than one tensor: tuples, dicts, dataclasses, views, one tensor twice."""
 
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-# Per form, a function that packs what a layer makes (and what it got), one that changes the hidden state in a pack,
-# and one that ends it. All values beside the hidden state are used by at least one of them, except where said.
 
 
 @dataclass
@@ -27,143 +25,73 @@ class Pair(NamedTuple):
     positive: Tensor
 
 
+@dataclass(frozen=True)
 class Form:
-    """A tuple of the state, a value derived from it, and a number."""
+    """How layers pass on more than the hidden state; what is beside it is used by `put` or `end`, unless said."""
 
-    is_strided = False
-
-    def pack(self, hidden, given):
-        return hidden, hidden.mean(-1, keepdim=True), 3
-
-    def hidden(self, packed):
-        return packed[0]
-
-    def put(self, packed, hidden):
-        return hidden + packed[1] / packed[2], *packed[1:]
-
-    def end(self, packed):
-        return packed[0] + packed[1]
+    pack: object
+    """Makes a pack of the hidden state, and of what the first layer got."""
+    put: object
+    """Puts another hidden state into a pack."""
+    end: object
+    """Returns the hidden state that the layer behind the form gets."""
+    hidden: object = itemgetter(0)
+    is_strided: bool = False
 
 
-class Dict(Form):
-    """A dict with a mask, None and a count."""
-
-    def pack(self, hidden, given):
-        return {"hidden": hidden, "bias": hidden.sum(-1, keepdim=True), "mask": hidden > 0, "depth": 1, "note": None}
-
-    def hidden(self, packed):
-        return packed["hidden"]
-
-    def put(self, packed, hidden):
-        return {**packed, "hidden": hidden * packed["mask"], "depth": packed["depth"] + 1}
-
-    def end(self, packed):
-        return packed["hidden"] / packed["depth"] + packed["bias"]
-
-
-class Dataclass(Form):
-    """A dataclass with a number and None."""
-
-    def pack(self, hidden, given):
-        return State(hidden, hidden.square(), 1)
-
-    def hidden(self, packed):
-        return packed.hidden
-
-    def put(self, packed, hidden):
-        return replace(packed, hidden=hidden + packed.bias * 0.1, depth=packed.depth + 1)
-
-    def end(self, packed):
-        return packed.hidden / packed.depth
-
-
-class Named(Form):
-    """A named tuple."""
-
-    def pack(self, hidden, given):
-        return Pair(hidden, hidden > 0)
-
-    def hidden(self, packed):
-        return packed.hidden
-
-    def put(self, packed, hidden):
-        return packed._replace(hidden=torch.where(packed.positive, hidden, hidden * 0.5))
-
-    def end(self, packed):
-        return packed.hidden
-
-
-class TwiceTheSame(Form):
-    """One tensor at two places."""
-
-    def pack(self, hidden, given):
-        return [hidden, hidden]
-
-    def put(self, packed, hidden):
-        return [hidden, hidden]
-
-    def end(self, packed):
-        return packed[0] * packed[1].tanh()
-
-
-class WithView(Form):
-    """A tensor and a view of it."""
-
-    is_strided = True
-
-    def pack(self, hidden, given):
-        return hidden, hidden[..., :2]
-
-    def put(self, packed, hidden):
-        return hidden + packed[1].sum(-1, keepdim=True), hidden[:, :, :2]
-
-    def end(self, packed):
-        return packed[0] + packed[1].mean(-1, keepdim=True)
-
-
-class WithInput(Form):
-    """The state, and what the first layer got, for those after it."""
-
-    def pack(self, hidden, given):
-        return {"hidden": hidden, "given": given}
-
-    def hidden(self, packed):
-        return packed["hidden"]
-
-    def _used(self, packed):
-        given = packed["given"]
-        return given if given.is_floating_point() else (given % 2).unsqueeze(-1)
-
-    def put(self, packed, hidden):
-        return {**packed, "hidden": hidden + 0.5 * self._used(packed)}
-
-    def end(self, packed):
-        return packed["hidden"] - self._used(packed)
-
-
-class WithUnused(Form):
-    """The state, and a value that nobody reads."""
-
-    def pack(self, hidden, given):
-        return hidden, hidden * 2
-
-    def put(self, packed, hidden):
-        return hidden, packed[1]
-
-    def end(self, packed):
-        return packed[0]
+def _given(packed):
+    given = packed["given"]
+    return given if given.is_floating_point() else (given % 2).unsqueeze(-1)
 
 
 FORMS = {
-    "tuple": Form(),
-    "dict": Dict(),
-    "dataclass": Dataclass(),
-    "named tuple": Named(),
-    "twice the same": TwiceTheSame(),
-    "with view": WithView(),
-    "with input": WithInput(),
-    "with unused": WithUnused(),
-}
+    "tuple": Form(
+        lambda hidden, given: (hidden, hidden.mean(-1, keepdim=True), 3),
+        lambda packed, hidden: (hidden + packed[1] / packed[2], *packed[1:]),
+        lambda packed: packed[0] + packed[1],
+    ),
+    "dict": Form(
+        lambda hidden, given: {
+            "hidden": hidden, "bias": hidden.sum(-1, keepdim=True), "mask": hidden > 0, "depth": 1, "note": None,
+        },
+        lambda packed, hidden: {**packed, "hidden": hidden * packed["mask"], "depth": packed["depth"] + 1},
+        lambda packed: packed["hidden"] / packed["depth"] + packed["bias"],
+        itemgetter("hidden"),
+    ),
+    "dataclass": Form(
+        lambda hidden, given: State(hidden, hidden.square(), 1),
+        lambda packed, hidden: replace(packed, hidden=hidden + packed.bias * 0.1, depth=packed.depth + 1),
+        lambda packed: packed.hidden / packed.depth,
+        attrgetter("hidden"),
+    ),
+    "named tuple": Form(
+        lambda hidden, given: Pair(hidden, hidden > 0),
+        lambda packed, hidden: packed._replace(hidden=torch.where(packed.positive, hidden, hidden * 0.5)),
+        attrgetter("hidden"),
+        attrgetter("hidden"),
+    ),
+    "twice the same": Form(
+        lambda hidden, given: [hidden, hidden],
+        lambda packed, hidden: [hidden, hidden],
+        lambda packed: packed[0] * packed[1].tanh(),
+    ),
+    "with view": Form(
+        lambda hidden, given: (hidden, hidden[..., :2]),
+        lambda packed, hidden: (hidden + packed[1].sum(-1, keepdim=True), hidden[:, :, :2]),
+        lambda packed: packed[0] + packed[1].mean(-1, keepdim=True),
+        is_strided=True,
+    ),
+    "with input": Form(
+        lambda hidden, given: {"hidden": hidden, "given": given},
+        lambda packed, hidden: {**packed, "hidden": hidden + 0.5 * _given(packed)},
+        lambda packed: packed["hidden"] - _given(packed),
+        itemgetter("hidden"),
+    ),
+    # Nobody reads its second value.
+    "with unused": Form(
+        lambda hidden, given: (hidden, hidden * 2), lambda packed, hidden: (hidden, packed[1]), itemgetter(0)
+    ),
+}  # fmt: skip
 
 
 class InForm(nn.Module):

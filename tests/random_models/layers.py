@@ -53,6 +53,22 @@ def zeros(*shape, dtype):
 # ---- plain layers
 
 
+class WithLinear(nn.Module):
+    """The begin of layers that do something around a linear layer."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.linear = nn.Linear(width, width, dtype=dtype)
+
+
+class WithWeight(nn.Module):
+    """The begin of layers that have one matrix."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.weight = zeros(width, width, dtype=dtype)
+
+
 @kind()
 def linear(draw, width, dtype):
     return nn.Linear(width, width, bias=draw.random() < 0.5, dtype=dtype)
@@ -115,12 +131,8 @@ class Unused(nn.Module):
 
 
 @kind()
-class Twice(nn.Module):
+class Twice(WithWeight):
     """Uses one matrix twice, the second time transposed."""
-
-    def __init__(self, width, dtype):
-        super().__init__()
-        self.weight = zeros(width, width, dtype=dtype)
 
     def forward(self, hidden):
         return torch.tanh(hidden @ self.weight) @ self.weight.t()
@@ -155,12 +167,8 @@ class Einsum(nn.Module):
 
 
 @kind()
-class Vmapped(nn.Module):
+class Vmapped(WithWeight):
     """Applies a function of one row to all rows by `torch.func.vmap`."""
-
-    def __init__(self, width, dtype):
-        super().__init__()
-        self.weight = zeros(width, width, dtype=dtype)
 
     def forward(self, hidden):
         return torch.func.vmap(lambda row: torch.tanh(row @ self.weight))(hidden)
@@ -227,12 +235,8 @@ class _ScaleInPlace(Function):
 
 
 @kind()
-class CustomActivation(nn.Module):
+class CustomActivation(WithLinear):
     """A custom function of activations alone, behind a linear layer."""
-
-    def __init__(self, width, dtype):
-        super().__init__()
-        self.linear = nn.Linear(width, width, dtype=dtype)
 
     def forward(self, hidden):
         return _Cube.apply(self.linear(hidden))
@@ -251,12 +255,8 @@ class CustomAffine(nn.Module):
 
 
 @kind()
-class CustomInPlace(nn.Module):
+class CustomInPlace(WithLinear):
     """A custom function that changes what it gets, the output of a linear layer."""
-
-    def __init__(self, width, dtype):
-        super().__init__()
-        self.linear = nn.Linear(width, width, dtype=dtype)
 
     def forward(self, hidden):
         return _ScaleInPlace.apply(self.linear(hidden), 0.75)
@@ -357,12 +357,8 @@ class FillsInPlace(nn.Module):
 
 
 @kind(changes_product=True)
-class ChangesViewOfOutput(nn.Module):
+class ChangesViewOfOutput(WithLinear):
     """Returns a view, the base of which it has changed in place."""
-
-    def __init__(self, width, dtype):
-        super().__init__()
-        self.linear = nn.Linear(width, width, dtype=dtype)
 
     def forward(self, hidden):
         flat = self.linear(hidden).flatten(1)

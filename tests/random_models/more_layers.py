@@ -5,7 +5,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 import penstock as ps
-from tests.random_models.layers import kind, zeros
+from tests.random_models.layers import WithLinear, WithWeight, kind, zeros
 
 # ---- outputs in another shape of memory
 
@@ -35,12 +35,8 @@ class Expands(nn.Module):
 
 
 @kind(is_strided=True)
-class Transposed(nn.Module):
+class Transposed(WithLinear):
     """Returns what lies in another order in memory."""
-
-    def __init__(self, width, dtype):
-        super().__init__()
-        self.linear = nn.Linear(width, width, dtype=dtype)
 
     def forward(self, hidden):
         return self.linear(hidden).transpose(0, 1).contiguous().transpose(0, 1)
@@ -258,12 +254,8 @@ class MultiHead(nn.Module):
 
 
 @kind(takes=("mask",))
-class Masked(nn.Module):
+class Masked(WithLinear):
     """Blanks the positions that a mask excludes."""
-
-    def __init__(self, width, dtype):
-        super().__init__()
-        self.linear = nn.Linear(width, width, dtype=dtype)
 
     def forward(self, hidden, mask=None):
         output = self.linear(hidden)
@@ -271,12 +263,8 @@ class Masked(nn.Module):
 
 
 @kind(takes=("scale",))
-class Scaled(nn.Module):
+class Scaled(WithWeight):
     """Takes a scalar by keyword alone."""
-
-    def __init__(self, width, dtype):
-        super().__init__()
-        self.weight = zeros(width, width, dtype=dtype)
 
     def forward(self, hidden, *, scale=1.0):
         return hidden @ self.weight * scale

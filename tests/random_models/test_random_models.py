@@ -1,6 +1,7 @@
 """Random models, as users write them, train as in plain torch on one process, whatever the schedule.
 
-By default a sample runs, always the same; with the hypothesis profile `full` (`make test-full`) other ones every time.
+A sample runs, always the same, most of it as a slow test; with the hypothesis profile `full` (`make test-full`) other
+ones every time.
 For more: `python -m tests.random_models --cases 2000 --jobs 2`.
 """
 
@@ -20,17 +21,18 @@ from tests.random_models.layers import KINDS
 from tests.random_models.models import make_batch, make_listed, make_plain
 from tests.random_models.workers import run_cases
 
-SAMPLE_SEED, NUM_SAMPLED, NUM_FULL = 4000, 25, 400
+SAMPLE_SEED, NUM_QUICK, NUM_SAMPLED, NUM_FULL = 4000, 8, 17, 400
 MOST_NOT_RUN = 0.05
 """The share of cases that Penstock may refuse, or that plain torch cannot run."""
 
 
 @pytest.mark.feature("X52")
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_random_models_train_as_on_one_process(is_full, request):
-    seed = random.SystemRandom().randrange(10**9) if is_full else SAMPLE_SEED
-    num_cases = NUM_FULL if is_full else NUM_SAMPLED
+@pytest.mark.parametrize("share", ["few", pytest.param("more", marks=pytest.mark.slow)])
+def test_random_models_train_as_on_one_process(share, is_full, request):
+    seed, num_cases = (SAMPLE_SEED, NUM_QUICK) if share == "few" else (SAMPLE_SEED + NUM_QUICK, NUM_SAMPLED)
+    if is_full and share == "more":
+        seed, num_cases = random.SystemRandom().randrange(10**9), NUM_FULL
 
     verdicts = run_cases(range(seed, seed + num_cases))
 
@@ -49,10 +51,11 @@ def test_a_seed_draws_one_case_and_one_batch():
     assert first != draw_case(4)
     batches = make_batch(first, 0), make_batch(second, 0)
     assert all(
-        torch.equal(one[0], other[0]) for one, other in zip(*(batch.microbatches for batch in batches), strict=True)
+        torch.equal(*pair) for pair in zip(*([each[0] for each in b.microbatches] for b in batches), strict=True)
     )
 
 
+@pytest.mark.slow
 def test_every_layer_of_the_vocabulary_is_drawn():
     cases = [draw_case(seed) for seed in range(300)]
 
@@ -93,13 +96,15 @@ def test_a_difference_is_seen(found, what):
 
 
 def test_what_may_round_may_round_by_little_alone():
-    wanted = {"weight": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+    weight = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    rounded, wrong = ({"weight": weight + difference} for difference in (1e-13, 1e-11))
 
-    assert compare({"weight": wanted["weight"] + 1e-13}, wanted, {"weight"}, 1e-12, "gradient of") == []
-    (problem,) = compare({"weight": wanted["weight"] + 1e-11}, wanted, {"weight"}, 1e-12, "gradient of")
+    assert compare(rounded, {"weight": weight}, {"weight"}, 1e-12, "gradient of") == []
+    (problem,) = compare(wrong, {"weight": weight}, {"weight"}, 1e-12, "gradient of")
     assert problem.endswith("by 1e-11 of 2, 2e-12 allowed")
 
 
+@pytest.mark.slow
 def test_a_batch_norm_over_rows_that_are_alike_makes_more_of_rounding():
     """Three gradients of this case differ by up to 5e-12, where MKL computes with AVX-512; none does by its 3e-10."""
     from tests.random_models.running import judge
@@ -112,6 +117,7 @@ class _DiesAtOnce:
         return os._exit, (7,)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_a_verdict_and_the_next_case_runs():
     died, after = run_cases([_DiesAtOnce(), SAMPLE_SEED])
 

@@ -1,12 +1,12 @@
 """Running many cases in processes of their own, so that a crash or a hang is a verdict like any other."""
 
-import multiprocessing
 import time
 import warnings
 from multiprocessing.connection import wait
 
+from tests.forks import forks
+
 LONGEST_CASE_S = 150.0
-"""The first case of a worker imports torch."""
 
 
 def run_cases(seeds, num_jobs=1, on_verdict=lambda verdict: None):
@@ -38,7 +38,7 @@ class _Worker:
 
     def begin(self, seed):
         if self.process is None:
-            context = multiprocessing.get_context("spawn")
+            context = forks()
             self.connection, other = context.Pipe()
             self.process = context.Process(target=_work, args=(other,))
             self.process.start()
