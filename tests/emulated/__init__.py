@@ -19,7 +19,7 @@ kernels that share a GPU, or drivers.
     copies.py      copies and values that the host reads
     module.py      torch.emu
     nccl.py        communicators
-    rank_threads.py    ranks as threads of one process; `communicator()`, `backend()`
+    rank_threads.py    ranks as threads of one process; `communicator()`
     failing_steps.py   steps that fail, for test_failures.py
     lost_ranks.py      processes of which one is killed, for test_lost_ranks.py
     kept_process.py    that process, one per process of pytest
@@ -48,7 +48,7 @@ result travel by pickle. It runs in a thread per rank. Rank r's tensors belong o
 
 `emulated.run` fails on any report, error or hang. `emulated.attempt` returns an Outcome with the reports, for faults
 that are planted; look at their `kind`, `operations` and `text`. Every scenario begins with empty queues and pools.
-A clean run of code that never ran says nothing: return counts, or look at `Outcome.host_waits` and `num_launched`.
+A clean run of code that never ran says nothing: return counts, or look at `Outcome.host_waits`.
 
 Limits. What the host does is seen where it touches pinned memory, frees, launches and waits. Threads of one rank count
 as one host, so a missing lock between them is not seen. A message orders the two ranks' queues when it runs, but its

@@ -13,7 +13,7 @@ from penstock.errors import PipelineError
 from penstock.execute.accelerator import allocator_bytes
 from penstock.pipeline import Pipeline
 from tests.emulated.kernels import slow
-from tests.emulated.pipelines import DRAWING, IN_MEMORY, transport_of
+from tests.emulated.pipelines import DRAWING, IN_MEMORY
 from tests.emulated.runtime import RUNTIME
 
 WIDTH, ROWS, NUM_MICROBATCHES = 256, 2, 6
@@ -41,12 +41,15 @@ class Slow(nn.Module):
 
 
 @contextmanager
-def slow_copies():
-    """Let each copy to the device take its time on the simulated clock."""
-    launch = RUNTIME.launch
-    RUNTIME.launch = lambda queue, name, *rest, **options: launch(
-        queue, name, *rest, **{**options, **({"cost_s": COPY_S} if name == COPY else {})}
-    )
+def slow_copies(queues_by_kind):
+    """Let each copy to the device take its time on the simulated clock; count copies and all else by their stream."""
+    launch, main = RUNTIME.launch, RUNTIME.current_queue()
+
+    def launch_slowly(queue, name, *rest, **options):
+        queues_by_kind[name == COPY]["current" if queue is main else "own"] += 1
+        return launch(queue, name, *rest, **options | ({"cost_s": COPY_S} if name == COPY else {}))
+
+    RUNTIME.launch = launch_slowly
     try:
         yield
     finally:
@@ -62,7 +65,7 @@ def evaluated_in(rank, num_ranks, form, memory):
         batch = Stream(Part(part) for part in batch.chunk(NUM_MICROBATCHES))
     torch.accelerator.synchronize()
     begin_s = RUNTIME.current_queue().now_s
-    with slow_copies():
+    with slow_copies((Counter(), Counter())):
         pipeline.evaluate(batch)
         torch.accelerator.synchronize()
     return RUNTIME.current_queue().now_s - begin_s
@@ -80,21 +83,6 @@ class Masked(nn.Module):
         return (values + table) * mask * self.weight
 
 
-@contextmanager
-def counted_launches(found):
-    launch, main = RUNTIME.launch, RUNTIME.current_queue()
-
-    def counted(queue, name, *rest, **options):
-        found[name == COPY]["current" if queue is main else "own"] += 1
-        return launch(queue, name, *rest, **options)
-
-    RUNTIME.launch = counted
-    try:
-        yield
-    finally:
-        del RUNTIME.launch
-
-
 def queues_of_copies(rank, num_ranks):
     """Count the copies and the computations of a step by their stream."""
     device = here(rank)
@@ -104,7 +92,7 @@ def queues_of_copies(rank, num_ranks):
     )  # fmt: skip
     inputs, mask, target = (batch_in("host", device) for _ in range(3))
     found = Counter(), Counter()
-    with counted_launches(found):
+    with slow_copies(found):
         result = pipeline.step(inputs, mask=mask, table=torch.randn(WIDTH), target=target)
         of_losses = found[1].pop("current")
     assert of_losses == 1, "the losses come back to the device by the current stream"
@@ -208,28 +196,3 @@ def what_a_failed_step_leaves(rank, num_ranks):
         else:
             losses.append(pipeline.step(inputs, target=target).loss.item())
     return figures[1], figures[2], losses
-
-
-def error_of_a_batch(rank, num_ranks, place, stages):
-    pipeline = Pipeline([nn.Linear(2, 2)], "gpipe", 2, nn.functional.mse_loss, device=torch.device(stages))
-    try:
-        pipeline.step(torch.ones(4, 2).to(place), target=torch.ones(4, 2))
-    except PipelineError as error:
-        return error
-
-
-def refused_for_its_values(rank, num_ranks):
-    """Two ranks get batches that differ in one number."""
-    device = here(rank)
-    pipeline = Pipeline(
-        [nn.Linear(2, 2), nn.Linear(2, 2)], "gpipe", 2, nn.functional.mse_loss, device=device,
-        transport=transport_of(rank, num_ranks, device), frees_other_stages=False,
-    )  # fmt: skip
-    inputs = torch.ones(4, 2)
-    inputs[3, 1] += rank
-    try:
-        pipeline.step(inputs, target=torch.ones(4, 2))
-    except PipelineError as error:
-        return str(error)
-    finally:
-        pipeline.close()

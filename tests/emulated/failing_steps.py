@@ -71,7 +71,6 @@ class Ended:
     began_s: float | None = None
     """When the fault began, on the culprit alone; and when the error came; both by one clock."""
     ended_s: float | None = None
-    num_retries: int = 0
     losses: tuple = ()
     weights: dict | None = None
 
@@ -210,7 +209,7 @@ def _three_steps(pipeline, fault, failing, device):
             if failing.kind in ("kernel", "dies"):
                 return ended  # a device that has failed stays so, and a process that has died too
             continue
-        losses.append(_step(pipeline, inputs, target, ended).loss.item())
+        losses.append(_step(pipeline, inputs, target).loss.item())
         optimizer.step()
         optimizer.zero_grad()
     ended.losses = tuple(losses)
@@ -223,14 +222,13 @@ def batch_of(generator, device, memory="device"):
     return [IN_MEMORY[memory](torch.randn(shape, generator=generator), device) for _ in range(2)]
 
 
-def _step(pipeline, inputs, target, ended):
+def _step(pipeline, inputs, target):
     """Take a step; where the ranks have not met after a failure, because one learned late of it, once more."""
     try:
         return pipeline.step(inputs, target=target)
     except PipelineError as error:
         if "the ranks could not start afresh" not in str(error):
             raise
-        ended.num_retries += 1
     return pipeline.step(inputs, target=target)
 
 

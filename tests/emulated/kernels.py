@@ -334,16 +334,6 @@ def register(library, catch_all):
         function = _function(name)
         if function is not None and _is_taken_apart(name) and not operation_of(function).is_view:
             library.impl(name.removeprefix("aten::"), partial(launch_operation, function), "PrivateUse1")
-    # For unknown devices torch calls these by other names.
-    convolution = partial(launch_operation, torch.ops.aten.convolution.default)
-    library.impl("convolution_overrideable", convolution, "PrivateUse1")
-    library.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
-
-
-def _convolution_backward(gradient, values, weight, *options):
-    sizes_of_bias = [gradient.shape[1]]
-    backward = torch.ops.aten.convolution_backward.default
-    return launch_operation(backward, gradient, values, weight, sizes_of_bias, *options)
 
 
 def _function(name):

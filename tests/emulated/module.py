@@ -34,11 +34,11 @@ class DeviceModule:
     def set_device(self, device):
         RUNTIME.extension.set_device(_index(device))
 
+    def get_amp_supported_dtype(self):
+        return []
+
     def get_device_name(self, device=None):
         return "emulated device"
-
-    def get_amp_supported_dtype(self):
-        return [torch.bfloat16, torch.float16]
 
     # ---- streams
 

@@ -194,9 +194,6 @@ class Communicator:
     def shutdown(self):
         self._give_up("shut down")
 
-    def set_timeout(self, timeout):
-        self._watchdog_s = timeout.total_seconds()
-
     def raise_error(self):
         if self.error:
             raise CommunicatorAborted(f"emulated: {self} was {self.error}")

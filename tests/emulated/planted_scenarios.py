@@ -29,8 +29,6 @@ from tests.emulated.runtime import RUNTIME
 WIDTH, ROWS, NUM_MICROBATCHES = 4, 2, 4
 FORWARD_S, CLOCK_S = 0.5, 1e-3
 """What the slow kernel of a measured layer takes, and what its others take together, at most."""
-SHORT_S = 3.0
-"""The deadline where a planted fault lets the other ranks wait in vain."""
 
 
 def _here(rank):
@@ -42,14 +40,14 @@ def _linear_layers():
 
 
 @contextmanager
-def pipeline_of(rank, num_ranks, layers=_linear_layers, family="1f1b", *, plan=None, deadline_s=20.0, **options):
+def pipeline_of(rank, num_ranks, layers=_linear_layers, family="1f1b", *, plan=None, **options):
     """A pipeline of this rank's thread, with an optimizer."""
     device = _here(rank)
     with DRAWING:
         torch.manual_seed(0)
         made = layers()
     schedule = ps.build(family, ranks=num_ranks, microbatches=NUM_MICROBATCHES)
-    options = {"transport": transport_of(rank, num_ranks, device, deadline_s=deadline_s), "device": device, **options}
+    options = {"transport": transport_of(rank, num_ranks, device), "device": device, **options}
     options = {"loss": nn.functional.mse_loss, "frees_other_stages": False, **options}
     with ps.Pipeline(made, schedule if plan is None else plan(schedule), **options) as pipeline:
         yield pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.1, foreach=False)
@@ -124,14 +122,14 @@ def compared_clocks(rank, num_ranks):
 
 
 def state_of_all_ranks(rank, num_ranks):
-    with pipeline_of(rank, num_ranks, deadline_s=SHORT_S) as (pipeline, _):
+    with pipeline_of(rank, num_ranks) as (pipeline, _):
         state = pipeline.state_dict(on_rank=0)
     return sum(value.double().sum().item() for value in state.values())
 
 
 def exchanged_rows(rank, num_ranks, num_rows=5):
     """Let each rank get the rows of one tensor, which all share out, and add them up."""
-    transport = transport_of(rank, num_ranks, _here(rank), deadline_s=SHORT_S)
+    transport = transport_of(rank, num_ranks, _here(rank))
     gathered = torch.zeros(num_rows, WIDTH, device=_here(rank))
     local_rows = Rows(gathered.shape, (), num_ranks).of_replica(rank)
     local = torch.full((len(local_rows), WIDTH), 1.0 + rank, device=_here(rank))

@@ -40,8 +40,6 @@ class Outcome:
     """By rank, of those that raised first; a rank that was stopped because of another is not here."""
     host_waits: dict = field(default_factory=dict)
     """How often hosts waited, by what made them wait."""
-    num_launched: int = 0
-    num_run: int = 0
 
     def kinds(self):
         return sorted({report.kind for report in self.reports})
@@ -57,12 +55,6 @@ def communicator(name="messages", **options):
 def store_of_scenario(name="ranks"):
     """Return a store in which the ranks of the scenario meet."""
     return dist.PrefixStore(name, _rank.store)
-
-
-def backend(name="messages", **options):
-    """Return the communicator as torch's own type of C++, as `Backend` of torch.distributed."""
-    own = communicator(name, **options)
-    return RUNTIME.extension.make_backend(own, own.rank, own.num_ranks)
 
 
 def run_scenario(function, arguments, options):
@@ -82,7 +74,6 @@ def run_scenario(function, arguments, options):
     RUNTIME.finish()
     outcome.reports = list(RUNTIME.checker.reports)
     outcome.host_waits = dict(RUNTIME.host_waits)
-    outcome.num_launched, outcome.num_run = RUNTIME.num_launched, RUNTIME.queues.num_run
     RUNTIME.reset()
     return outcome
 

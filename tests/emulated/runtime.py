@@ -54,7 +54,6 @@ class Runtime:
         self.communicators = []
         self.host_waits = Counter()
         """How often the host waited, by the operation that made it wait."""
-        self.num_launched = 0
         self.ranks = [Host(f"rank {rank}") for rank in range(num_ranks)]
         self.queues.hosts = list(self.ranks)
 
@@ -107,7 +106,6 @@ class Runtime:
             host, stack = self.host(), capture()
             merge(queue.clock, host.clock)
             number = queue.count()
-            self.num_launched += 1
             for tensors, is_write in ((reads, False), (writes, True)):
                 for tensor in tensors:
                     self._note(queue, number, tensor, is_write, name, stack)

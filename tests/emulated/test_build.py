@@ -48,12 +48,3 @@ def test_it_lies_in_the_checkout_where_the_user_has_no_cache_folder(tmp_path, mo
     monkeypatch.setattr(build.os.path, "expanduser", str)  # a user without a home
 
     assert build.library().is_relative_to(build.ROOT / ".pytest_cache")
-
-
-def test_another_source_has_another_folder(empty_cache, monkeypatch):
-    before = build.library()
-    (empty_cache / "other.cpp").write_text("int x;")
-    monkeypatch.setattr(build, "SOURCES", [*build.SOURCES, empty_cache / "other.cpp"])
-
-    assert build.library() != before
-    assert "emulated-" in build.library().parent.name

@@ -91,11 +91,6 @@ CASES = {
         [ORDER[0], {"dependency": 1.0, "straggler": 2.5, "synchronisation": 2.0}],
         Cause.STRAGGLER, 2.5, f"rank 0, {SLOW}",
     ),
-    "host of rank 1 that stops": Case(
-        replace(EVEN, run_ahead=1, stalls_s={"1B1": 2.5}),
-        [{"dependency": 5.0, "straggler": 0.5}, {"dependency": 1.0, "straggler": 2.5, "synchronisation": 2.0}],
-        Cause.STRAGGLER, 2.5, f"rank 1, {LATE}",
-    ),
     "slow computation": Case(
         replace(EVEN, slow_s={(1, 2): 1.5}),
         [{"dependency": 3.0, "straggler": 1.5}, ORDER[1]], Cause.STRAGGLER, 1.5, f"rank 1, {SLOW}",
@@ -124,13 +119,20 @@ CASES = {
 }  # fmt: skip
 
 
+QUICK = ("warm-up and drain of gpipe", "slow stage", "transfer", "launch", "host that stops within a layer")
+QUICK += ("data of a microbatch", "reduction that holds its rank up")
+"""One case for each cause."""
+
+
 def diagnosis_of(emulated, plan, memory_limit=None):
     ranks = emulated.run(timed_step, plan, num_ranks=plan.num_ranks, timeout_s=60)
     return diagnose(recorded_of(ranks), Setting(batch_size=plan.num_microbatches), memory_limit=memory_limit)
 
 
 @pytest.mark.feature("H11")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_a_planted_cause_is_named_with_its_seconds(emulated, name):
     case = CASES[name]
 
@@ -148,7 +150,7 @@ def test_a_planted_cause_is_named_with_its_seconds(emulated, name):
         assert losses[cause].duration_s == pytest.approx(seconds, abs=near)
 
 
-@pytest.mark.parametrize(("run_ahead", "lead_s"), [(1, 0.0), (2, 1.0), (3, 2.0), (None, 3.0)])
+@pytest.mark.parametrize(("run_ahead", "lead_s"), [(2, 1.0), (None, 3.0), pytest.param(1, 0.0, marks=pytest.mark.slow)])
 def test_a_host_that_stops_costs_what_it_stops_for_less_its_lead(emulated, run_ahead, lead_s):
     """It stops for 2.5 s before the fourth forward, when its device has so many forwards before it still to run."""
     stopped_s = 2.5

@@ -6,9 +6,9 @@ import pytest
 
 from tests.emulated.failing_steps import Failing, train_around_a_failure
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+pytestmark = pytest.mark.emulated
 
-AHEAD = pytest.mark.parametrize("run_ahead", [None, 2])
+OTHERS = [("forward", 2), ("backward", None)]
 
 
 def run(emulated, failing, policy="lazy", seed=0, *, device="emu"):
@@ -31,9 +31,16 @@ def expect_equal_steps(found, expected):
 
 
 @pytest.mark.feature("D8")
-@AHEAD
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), ("random", 3)])
+@pytest.mark.parametrize(
+    ("place", "run_ahead", "policy", "seed"),
+    [
+        ("forward", None, "lazy", 0),
+        ("backward", 2, "random", 3),
+        pytest.param("forward", 2, "random", 3, marks=pytest.mark.slow),
+        pytest.param("backward", None, "random", 3, marks=pytest.mark.slow),
+        pytest.param("backward", 2, "lazy", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_layer_that_raises_is_named_and_the_next_step_is_right(emulated, run_ahead, place, policy, seed):
     failing = Failing("raises", place, run_ahead=run_ahead)
 
@@ -45,6 +52,7 @@ def test_a_layer_that_raises_is_named_and_the_next_step_is_right(emulated, run_a
 
 
 @pytest.mark.feature("X6")
+@pytest.mark.slow
 def test_ranks_of_other_hosts_name_by_their_deadline_whom_ranks_on_cpus_name(emulated):
     """Nobody sees a board, and to abort a communicator wakes nobody at its other end.
 
@@ -64,8 +72,8 @@ def test_ranks_of_other_hosts_name_by_their_deadline_whom_ranks_on_cpus_name(emu
     expect_equal_steps(found, on_cpus)
 
 
-@AHEAD
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "run_ahead"), [("forward", 2), ("backward", None)])
 def test_a_rank_that_is_late_is_named_by_the_deadline_and_a_later_step_is_right(emulated, run_ahead, place):
     failing = Failing("late", place, run_ahead=run_ahead)
 
@@ -76,9 +84,10 @@ def test_a_rank_that_is_late_is_named_by_the_deadline_and_a_later_step_is_right(
     expect_right_steps_around(emulated, found, failing)
 
 
-def test_a_host_that_its_device_blocks_learns_of_a_failed_peer(emulated):
+@pytest.mark.parametrize("kind", ["late", pytest.param("raises", marks=pytest.mark.slow)])
+def test_a_host_that_its_device_blocks_learns_of_a_failed_peer_and_is_let_go_at_the_deadline(emulated, kind):
     """A layer copies to the host, which so waits for a device that waits for a peer."""
-    failing = Failing("raises", run_ahead=2, blocks_hosts=True)
+    failing = Failing(kind, run_ahead=2, blocks_hosts=True)
 
     found = run(emulated, failing)
 
@@ -86,17 +95,9 @@ def test_a_host_that_its_device_blocks_learns_of_a_failed_peer(emulated):
     expect_right_steps_around(emulated, found, failing)
 
 
-def test_a_host_that_its_device_blocks_is_let_go_at_the_deadline(emulated):
-    failing = Failing("late", run_ahead=2, blocks_hosts=True)
-
-    found = run(emulated, failing)
-
-    expect_named(found, 1)
-    expect_right_steps_around(emulated, found, failing)
-
-
-@AHEAD
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("place", "run_ahead"), [("backward", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_a_kernel_that_fails_on_the_device_is_named(emulated, run_ahead, place):
     """Its device goes on failing, as a GPU does after an assertion, so there is no next step."""
     failing = Failing("kernel", place, run_ahead=run_ahead)

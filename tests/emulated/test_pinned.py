@@ -25,23 +25,20 @@ def _download(rank, num_ranks, waits):
 
 
 @all_policies
-def test_a_download_that_is_read_too_early_is_found(emulated, policy, seed):
+def test_a_download_that_is_read_too_early_is_found_and_gives_no_plausible_number(emulated, policy, seed):
     assert emulated.run(_download, True, policy=policy, seed=seed) == [[2.0] * 4]
 
-    (report,) = emulated.attempt(_download, False, policy=policy, seed=seed).reports
+    outcome = emulated.attempt(_download, False, policy=policy, seed=seed)
+    (report,), ((number, *_),) = outcome.reports, outcome.results
     assert (report.kind, report.operations) == (PINNED, ("copy to the host", "the host"))
+    assert policy != "lazy" or number != number  # NaN
     assert report.text.count("tests/emulated/test_pinned.py:") == 2
-
-
-def test_whoever_reads_too_early_sees_no_plausible_number(emulated):
-    ((first, *_),) = emulated.attempt(_download, False, policy="lazy").results
-
-    assert first != first  # NaN
 
 
 def _upload(rank, num_ranks, waits):
     staging = torch.ones(4).pin_memory()
     values = staging.to("emu", non_blocking=True)
+    assert staging.sum().item() == 4.0  # the host may read what is being uploaded
     if waits:
         torch.accelerator.current_stream().synchronize()
     staging.fill_(9.0)
@@ -57,17 +54,6 @@ def test_an_upload_whose_source_changes_too_early_is_found(emulated, policy, see
     assert report.text.count("_upload") == 2
 
 
-def _read_while_uploaded(rank, num_ranks):
-    staging = torch.ones(4).pin_memory()
-    values = staging.to("emu", non_blocking=True)
-    total = staging.sum().item()
-    return total, values.cpu().tolist()
-
-
-def test_the_host_may_read_what_is_being_uploaded(emulated):
-    assert emulated.run(_read_while_uploaded) == [(4.0, [1.0] * 4)]
-
-
 def _write_the_other_half(rank, num_ranks, begin):
     staging = torch.ones(8).pin_memory()
     values = torch.empty(4, device="emu")
@@ -77,11 +63,9 @@ def _write_the_other_half(rank, num_ranks, begin):
     return values.cpu().tolist()
 
 
-def test_the_free_part_of_a_page_may_be_written(emulated):
+def test_the_free_part_of_a_page_may_be_written_and_the_needed_one_behind_it_may_not(emulated):
     assert emulated.run(_write_the_other_half, 4) == [[1.0] * 4]
 
-
-def test_the_needed_part_of_a_page_may_not_be_written_behind_the_free_one(emulated):
     (report,) = emulated.attempt(_write_the_other_half, 3, policy="lazy").reports
 
     assert report.kind == PINNED
@@ -114,11 +98,10 @@ def _two_downloads(rank, num_ranks, waits):
 
 
 @pytest.mark.skipif(not CAN_STEP, reason="needs a processor that stops behind one instruction")
-@all_policies
-def test_a_download_is_found_behind_a_read_of_another_one_on_its_page(emulated, policy, seed):
-    assert emulated.run(_two_downloads, True, policy=policy, seed=seed) == [(2.0, 3.0, [2.0, 3.0])]
+def test_a_download_is_found_behind_a_read_of_another_one_on_its_page(emulated):
+    assert emulated.run(_two_downloads, True) == [(2.0, 3.0, [2.0, 3.0])]
 
-    (report,) = emulated.attempt(_two_downloads, False, policy=policy, seed=seed).reports
+    (report,) = emulated.attempt(_two_downloads, False).reports
     assert (report.kind, report.operations) == (PINNED, ("copy to the host", "the host"))
 
 
@@ -134,11 +117,10 @@ def _there_and_back(rank, num_ranks, waits):
         return again.cpu().tolist()
 
 
-@all_policies
-def test_copies_of_two_streams_by_way_of_pinned_memory_must_be_ordered(emulated, policy, seed):
-    assert emulated.run(_there_and_back, True, policy=policy, seed=seed) == [[3.0] * 4]
+def test_copies_of_two_streams_by_way_of_pinned_memory_must_be_ordered(emulated):
+    assert emulated.run(_there_and_back, True) == [[3.0] * 4]
 
-    (report,) = emulated.attempt(_there_and_back, False, policy=policy, seed=seed).reports
+    (report,) = emulated.attempt(_there_and_back, False).reports
     assert report.kind == UNORDERED
 
 
@@ -149,17 +131,3 @@ def _drop_the_source(rank, num_ranks):
 
 def test_a_copy_keeps_its_pinned_source(emulated):
     assert emulated.run(_drop_the_source) == [([1.0] * 4, True)]
-
-
-def _pageable(rank, num_ranks):
-    source = torch.ones(4)
-    values = source.to("emu", non_blocking=True)
-    source.fill_(9.0)
-    return values.cpu().tolist()
-
-
-def test_the_host_waits_for_copies_of_pageable_memory(emulated):
-    outcome = emulated.attempt(_pageable)
-
-    assert outcome.results == [[1.0] * 4]
-    assert outcome.host_waits == {"copy to the device": 1, "copy to the host": 1}

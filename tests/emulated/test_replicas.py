@@ -7,7 +7,7 @@ from tests.emulated.failing_steps import OtherRanks
 from tests.emulated.rank_threads import store_of_scenario
 from tests.emulated.replicas import ended_by, places_of, train
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+pytestmark = pytest.mark.emulated
 
 DEADLINE_S = 2.0
 
@@ -27,17 +27,21 @@ def run(emulated, num_ranks, num_replicas, kind, options, policy="lazy", seed=0)
 @pytest.mark.parametrize(
     ("num_ranks", "num_replicas", "options"),
     [
-        (2, 2, {}),
         (3, 3, {"norm": True}),
-        (4, 2, {"schedule": "zbv"}),
-        (4, 2, {"run_ahead": 2, "norm": True}),
-        (4, 2, {"fails": True}),
-        (2, 2, {"shard": "full", "residency": 1, "norm": True}),
-        (4, 2, {"shard": "full", "schedule": "zbv", "residency": 1, "run_ahead": 2}),
         (4, 2, {"shard": "optimizer", "fails": True}),
+        (4, 2, {"shard": "full", "schedule": "zbv", "residency": 1, "run_ahead": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (4, 2, {"schedule": "zbv"}),
+                (4, 2, {"run_ahead": 2, "norm": True}),
+                (4, 2, {"fails": True}),
+                (2, 2, {"shard": "full", "residency": 1, "norm": True}),
+            ]
+        ),
     ],
 )
-@pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), ("random", 7)])
+@pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), pytest.param("random", 7, marks=pytest.mark.slow)])
 def test_a_training_is_the_cpus_to_the_bit(emulated, num_ranks, num_replicas, options, policy, seed):
     without_lead = {name: value for name, value in options.items() if name != "run_ahead"}
     expected = run(emulated, num_ranks, num_replicas, "cpu", without_lead)
@@ -71,6 +75,7 @@ def late(rank, num_ranks, num_replicas, options):
     return ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"shard": "full", "residency": 1}])
 def test_a_late_replica_is_named_also_where_devices_wait_for_it_before_they_come_to_a_collective(emulated, options):
     """Hosts wait for the end of a collective that the devices of two replicas have not begun."""

@@ -53,10 +53,11 @@ def plan_of(family, transfer_s, run_ahead=None):
 
 
 def plans():
-    """Every family with every `run_ahead`, and with and without time for messages."""
+    """Every family with every `run_ahead`, all but one of them slow, and with and without time for messages."""
     for place, family in enumerate(SHAPES):
         for number, run_ahead in enumerate(RUN_AHEAD):
-            yield plan_of(family, TRANSFER_S * ((place + number) % 2), run_ahead)
+            plan = plan_of(family, TRANSFER_S * ((place + number) % 2), run_ahead)
+            yield pytest.param(plan, id=str(plan), marks=() if number == place % 3 else pytest.mark.slow)
 
 
 def predicted_of(program, costs):
@@ -75,7 +76,7 @@ def aligned(timeline):
 
 
 @pytest.mark.feature("H11")
-@pytest.mark.parametrize("plan", [*plans()], ids=str)
+@pytest.mark.parametrize("plan", [*plans()])
 def test_a_recorded_step_is_the_predicted_one(emulated, plan):
     timeline = run(emulated, plan)[0].recorded
 
@@ -113,6 +114,7 @@ def test_overlapped_pairs_on_two_streams_take_as_long_as_the_longer_of_the_two(e
         assert found_s[is_compute] == pytest.approx(expected_s[is_compute], abs=TOLERANCE * predicted.makespan_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "seed"), POLICIES[1:])
 def test_no_order_in_which_the_queues_run_changes_a_time(emulated, policy, seed):
     plan = plan_of("interleaved-1f1b", TRANSFER_S)
@@ -126,8 +128,10 @@ def test_no_order_in_which_the_queues_run_changes_a_time(emulated, policy, seed)
 
 
 @pytest.mark.feature("H3")
-@pytest.mark.parametrize("is_recorded", [False, True])
-@pytest.mark.parametrize("run_ahead", [1, 3])
+@pytest.mark.parametrize(
+    ("run_ahead", "is_recorded"),
+    [(1, False), (3, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, False), (1, True)])],
+)
 def test_the_host_leads_its_device_by_as_many_computations_as_it_may(emulated, run_ahead, is_recorded):
     """It queues one when that has ended which stands so many before it."""
     plan = replace(plan_of("gpipe", 0.0, run_ahead), is_recorded=is_recorded)

@@ -97,8 +97,6 @@ class Plan:
     costs: ps.Costs
     run_ahead: int | None = 2
     is_recorded: bool = True
-    options: Mapping = field(default_factory=dict)
-    """Of the family."""
     is_overlapped: bool = False
     """Whether the two of an overlapped pair run on two streams."""
     has_blocking_reductions: bool = False
@@ -207,7 +205,7 @@ class HostWorks(Observer):
 def timed_step(rank, num_ranks, plan):
     """Take the steps of a plan on this rank; return what it has of the last one."""
     device, costs = torch.device("emu", rank), plan.costs
-    schedule = ps.build(plan.family, ranks=num_ranks, microbatches=plan.num_microbatches, **plan.options)
+    schedule = ps.build(plan.family, ranks=num_ranks, microbatches=plan.num_microbatches)
     with DRAWING:
         layers = [Paced(plan, stage) for stage in range(schedule.num_stages)]
     host, group = HostWorks(plan), RankGroup(rank, num_ranks, store_of_scenario())
