@@ -40,22 +40,6 @@ def test_each_query_lets_one_operation_run(emulated):
     assert is_idle
 
 
-def _poll_then_read(rank, num_ranks, is_patient):
-    values, event, side = torch.zeros(4, device="emu"), torch.Event("emu"), torch.Stream("emu")
-    event.record()
-    is_over = event.query()
-    while is_patient and not is_over:
-        is_over = event.query()
-    with side:
-        return values.cpu().tolist()
-
-
-def test_what_a_query_has_seen_orders_the_host(emulated):
-    emulated.run(_poll_then_read, True)
-
-    assert emulated.attempt(_poll_then_read, False).reports
-
-
 def _times(rank, num_ranks):
     begin, end = torch.Event("emu", enable_timing=True), torch.Event("emu", enable_timing=True)
     values, side = torch.ones(4, device="emu"), torch.Stream("emu")
