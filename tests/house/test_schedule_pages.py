@@ -6,10 +6,11 @@ from penstock.schedules import FAMILIES
 from tests.house.source import script
 
 schedule_pages = script("schedule_pages")
+PAGES = schedule_pages.pages()
 
 
 def test_the_pages_and_pictures_are_what_is_generated_now():
-    made = {schedule_pages.DOCS / name: text for name, text in schedule_pages.pages().items()}
+    made = {schedule_pages.DOCS / name: text for name, text in PAGES.items()}
     made |= {schedule_pages.DOCS / "pictures" / name: text for name, text in schedule_pages.pictures().items()}
 
     stale = [str(path) for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
@@ -17,11 +18,10 @@ def test_the_pages_and_pictures_are_what_is_generated_now():
 
 
 def test_every_family_is_on_one_page_and_in_the_table_of_all():
-    pages = schedule_pages.pages()
-    index = pages.pop("schedules.md")
+    text = "".join(text for name, text in PAGES.items() if name != "schedules.md")
 
-    assert sorted(re.findall(r"^## (.*)", "".join(pages.values()), re.MULTILINE)) == sorted(FAMILIES)
-    assert re.findall(r"^\| \[`([\w-]+)`\]", index, re.MULTILINE) == list(FAMILIES)
+    assert sorted(re.findall(r"^## (.*)", text, re.MULTILINE)) == sorted(FAMILIES)
+    assert re.findall(r"^\| \[`([\w-]+)`\]", PAGES["schedules.md"], re.MULTILINE) == list(FAMILIES)
 
 
 def test_a_picture_has_a_block_for_each_action():
