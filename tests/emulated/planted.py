@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from penstock.execute.transport.backend_links import QueuedMessage
-from penstock.execute.transport.device_queue import _Followed
+from penstock.execute.transport.device_queue import _FollowedReceive
 from tests.emulated import planted_scenarios as scenarios
 from tests.emulated.checker import FREED, HANG, PINNED, REUSED, UNORDERED
 from tests.emulated.pipelines import Cell, train
@@ -52,7 +52,7 @@ def following_without_wait(original):
     def follow(queue, ticket):
         message, reached = queue._posted.pop(ticket.serial), queue._make_marker()
         reached.record()
-        queue._followed.append(_Followed(ticket, message, reached, 0))
+        queue._receives.append(_FollowedReceive(ticket, message, reached, 0))
 
     return follow
 
