@@ -117,6 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _without_manifest(folder) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    # The file is head, digest, middle, body and tail; the digest is that of the body.
     body_start = len(_HEAD) + _DIGEST_CHARACTERS + len(_MIDDLE)
     digest, body = content[len(_HEAD) : body_start - len(_MIDDLE)], content[body_start : len(content) - len(_TAIL)]
     # The parts put together again must be the file, so that no byte of it is outside of the digest.

@@ -140,28 +140,33 @@ def _require_whole_groups(
 def load_optimizer(
     optimizer: Optimizer, entry: OptimizerEntry, tensors: Mapping[str, Mapping[str, Tensor]], names: Mapping[int, str]
 ) -> None:
-    """Load the state and options of a checkpoint into an optimizer.
+    """Load the state and options of a checkpoint into an optimizer, which may have other groups than the saved one.
 
-    `tensors` has the optimizer's tensors by name of a parameter, `names` the names in the checkpoint by id of a
-    parameter. Options that say how this machine computes stay. Raises: CheckpointError.
+    `entry` has, by name of a parameter, the values of its state that are no tensors; `tensors` has those that are.
+    `names` has the parameter's name in the checkpoint by its id. Options that say how this machine computes (fused,
+    foreach) stay as they are.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that is none of the pipeline's.
     """
     parameters = list(_parameters(optimizer))
-    options_of = {name: group.options for group in entry.groups for name in group.parameters}
+    options_by_name = {name: group.options for group in entry.groups for name in group.parameters}
     state = optimizer.state_dict()
     names_by_number = [_name_of(parameter, names) for parameter in parameters]
     for group in state["param_groups"]:
         # All parameters of a group have the same options, which `require_loadable` has made sure of.
-        saved_options = options_of[names_by_number[group["params"][0]]] if group["params"] else {}
+        saved_options = options_by_name[names_by_number[group["params"][0]]] if group["params"] else {}
         for key, value in saved_options.items():
             group[key] = _value_like(value, group.get(key))
-    loaded = {
+    loaded_state = {
         number: {**entry.state[name].values, **tensors[name]}
         for number, name in enumerate(names_by_number)
         if name in tensors
     }
-    optimizer.load_state_dict({**state, "state": loaded})
-    # torch casts what it loads to the type of the parameter, which may round it.
-    for number, parameter_state in loaded.items():
+    optimizer.load_state_dict({**state, "state": loaded_state})
+    # `load_state_dict` casts tensors to the type of the parameter, which may round them: put them back in their own
+    # type.
+    for number, parameter_state in loaded_state.items():
         state = optimizer.state[parameters[number]]
         for key, value in parameter_state.items():
             are_tensors = isinstance(value, Tensor) and isinstance(state.get(key), Tensor)

@@ -30,9 +30,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @collective
 def load_weights(path: Path, pipeline: Pipeline) -> Path:
-    """Load the weights that a path names; return the file or folder they came from. Every rank calls it.
+    """Load the weights at a path into a pipeline; return the file or folder that was read. Every rank calls it.
 
-    They are converted to the dtypes of the model. Of tied parameters, the owner's name is read.
+    `path` is a checkpoint, a run's folder, of which the newest checkpoint is taken, or a file or folder of safetensors.
+    Weights are converted to the dtypes of the model. Of tied parameters, that of the owner's name is read.
 
     Raises:
         CheckpointError: on every rank, and nothing is changed: there are none, or they are of another model.

@@ -29,10 +29,11 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def random_state_restorer(states_by_name: dict[str, Any], device: torch.device) -> Callable[[], None]:
-    """Return a function that puts the generators of this process back where `random_state` saw them.
+    """Return a function that sets the random generators of this process to the states that `random_state` returned.
 
-    The state of an accelerator that this process has not is ignored. All states are tried on other generators first,
-    so that the function cannot fail halfway. Raises: CheckpointError, where one is no state of a generator.
+    These are Python's, numpy's, torch's and the accelerator's; the last one is left out on a process without it. Each
+    state is tried on another generator first, so that the returned function cannot fail after it has set some. Raises:
+    CheckpointError, where one is no state of a generator.
     """
     try:
         python, numpy = _python_state(*states_by_name["python"]), _numpy_state(*states_by_name["numpy"])

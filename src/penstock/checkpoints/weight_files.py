@@ -114,7 +114,9 @@ class _Files:
 def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN) -> None:
     """Write all parameters and saved buffers of all ranks into a folder that all of them see; every rank calls it.
 
-    The files appear when they are whole, or not at all. Of tied parameters the first name is saved, once.
+    Each rank writes files of its own tensors under temporary names; when all are written, rank 0 gives them their
+    names. So the files appear whole or not at all. Of tied parameters the first name is saved, once. `format` says the
+    names and the form of the files.
 
     Raises:
         NotSaved: on every rank, if a file cannot be written, a tensor's type has no place in the files, or the format
@@ -123,6 +125,8 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
     """
     control = pipeline.control
     token = str(control.on_rank_0(lambda: uuid4().hex))
+    # All ranks learn which tensors each rank has, and choose the same files; `token` marks the temporary names of this
+    # save.
     content, descriptions, _ = gather_content(pipeline, None)
     units = _owned_units(pipeline, format, descriptions)
     files = _files(folder, format, units, token)
@@ -147,6 +151,7 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
             _publish(files)
 
     with _removing(files.further, *(shard.partial for shard in local_shards)):
+        # No rank gives files their names before all ranks have written theirs.
         for action in (write, publish):
             run_together(control, action, num_bytes=num_bytes, path=folder, error_type=NotSaved)
 

@@ -94,9 +94,10 @@ class CheckpointWriter:
 
     @collective
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Save all that continuing after `step` needs; `extra` is JSON, the same on all ranks.
+        """Save all that continuing after `step` needs; `extra` is JSON, the same on all ranks. Every rank calls it.
 
-        It waits until the last save is over, since only one is in flight.
+        It first waits until the last save is over, since only one is in flight. Then it copies what this rank writes,
+        and returns while a thread writes the files, unless the writer is not asynchronous.
 
         Raises:
             NotSaved: on every rank, where something cannot be saved, or this save or the last one cannot be written.
@@ -114,6 +115,7 @@ class CheckpointWriter:
                 raise NotSaved(f"keep: {described(keep)}; expected a number of checkpoints, or 0 for all")
             return step, _json_of(extra_values), random_state(self._pipeline.device)
 
+        # All ranks describe their tensors, and must agree on the step and on `extra`.
         content, descriptions, facts = gather_content(self._pipeline, self._optimizer, check_and_describe)
         for argument, values in zip(("step", "`extra`"), zip(*facts, strict=True), strict=False):
             require_equal_on_ranks(argument, values, self.folder.path, control.names)
@@ -126,6 +128,7 @@ class CheckpointWriter:
             manifests.append(self._manifest(descriptions, names_by_rank, step=step, extra=extra_values, random=random))
             return self._begin(step)
 
+        # Rank 0 makes a folder under a temporary name, and each rank writes its files there.
         partial = Path(control.on_rank_0(begin_on_rank_0, _AS_NOT_SAVED))
         files_future = run_in_thread(lambda: _write_files(partial, staged, control.rank, control.num_ranks))
         self._save = _Save(partial, step, self._staging.num_bytes, files_future, next(iter(manifests), None))
@@ -195,9 +198,10 @@ class CheckpointWriter:
         save.announcement = run_in_thread(lambda: {} if manifest is None else self._announce(save, files, manifest))
 
     def _announce(self, save: "_Save", files: Files, manifest: Manifest) -> dict[str, str]:
-        """Write the index and the manifest, give the checkpoint its name, and return what to warn of, by its sort.
+        """Write the index and the manifest, and give the checkpoint's folder its name; return warnings by their sort.
 
-        Rank 0 calls it in a thread, with the files of all ranks.
+        Rank 0 calls it in a thread, when all ranks have written their `files`. It removes old checkpoints at last. A
+        warning is an empty text where there is nothing to warn of.
         """
         path = save.partial
         try:
