@@ -64,10 +64,11 @@ def initialize(
 ) -> "Engine":
     """Build this rank's layers and return the engine that trains them; every rank calls it.
 
-    `optimizer(parameters)` makes the optimizer of this rank's parameters, `lr_scheduler(optimizer)` its scheduler; an
-    engine without an optimizer computes gradients only. `gradient_accumulation_steps` is the number of microbatches of
-    a batch. Gradients are clipped by their norm over all ranks; 0 leaves them. Further keywords are `split` (layers per
-    stage, in place of `partition_method`) and those of `Pipeline`.
+    It takes the place of `deepspeed.initialize`. `optimizer(parameters)` makes the optimizer of this rank's parameters,
+    and `lr_scheduler(optimizer)` its scheduler; an engine without an optimizer computes gradients only.
+    `gradient_accumulation_steps` is the number of microbatches of a batch. `gradient_clipping` is the largest norm over
+    all ranks; 0 does not clip. `schedule` is a name, a file or a `penstock.Schedule`. Further keywords are `split`
+    (layers per stage, in place of `partition_method`) and those of `Pipeline`.
 
     Raises:
         ConfigError, PartitionError: if the model cannot be divided as asked.
@@ -103,6 +104,11 @@ class Engine:
         gradient_clipping: float = 0.0,
         **options: Any,
     ) -> None:
+        """Keep the arguments, and make the pipeline for training; every rank calls it.
+
+        `num_microbatches` is the number of microbatches of a batch. Evaluation with another number makes a second
+        pipeline of the same modules. `options` are those of `Pipeline`.
+        """
         self.model = model
         self.num_microbatches = num_microbatches
         self.optimizer: Optimizer | None = None
@@ -153,7 +159,7 @@ class Engine:
             PipelineError: on every rank, if the step fails on any.
         """
         self._require_loss()
-        inputs, labels = self._pull(self.pipeline, data_iter, Mode.TRAIN)
+        inputs, labels = self._take_batch(self.pipeline, data_iter, Mode.TRAIN)
         self.result = self.pipeline.step(*inputs, target=labels)
         if self._clip_norm:
             self.grad_norm = self.pipeline.clip_grad_norm_(self._clip_norm).item()
@@ -178,13 +184,15 @@ class Engine:
     ) -> Any:
         """Evaluate the next items; return the mean loss, on every rank whatever `bcast_loss` says.
 
-        With `return_logits`, return a pair of the loss and the outputs, which the rank of the last layer has; without
-        `compute_loss`, the outputs alone. Without `reduce_output`, the loss is that of each microbatch.
+        The arguments are DeepSpeed's. With `return_logits`, return a pair of the loss and the outputs, which the rank
+        of the last layer has and all other ranks get as None. Without `compute_loss`, return the outputs alone. Without
+        `reduce_output`, the loss is the list of the losses of the microbatches. `num_micro_batches` is by default that
+        of training.
         """
         if compute_loss:
             self._require_loss()
         pipeline = self._pipeline(num_micro_batches or self.num_microbatches)
-        inputs, labels = self._pull(pipeline, data_iter, Mode.EVALUATE, needs_labels=compute_loss)
+        inputs, labels = self._take_batch(pipeline, data_iter, Mode.EVALUATE, needs_labels=compute_loss)
         wants_outputs = self.is_last_stage() and (return_logits or not compute_loss)
         self.result = pipeline.evaluate(*inputs, target=labels, return_outputs=wants_outputs)
         if not compute_loss:
@@ -210,10 +218,17 @@ class Engine:
     def _pipeline(self, num_microbatches: int) -> Pipeline:
         """Return the pipeline for so many microbatches; the pipelines of all numbers run the same modules."""
         if num_microbatches not in self._pipelines:
-            self._pipelines[num_microbatches] = self._make(num_microbatches)
+            self._pipelines[num_microbatches] = self._make_pipeline(num_microbatches)
         return self._pipelines[num_microbatches]
 
-    def _make(self, num_microbatches: int) -> Pipeline:
+    def _make_pipeline(self, num_microbatches: int) -> Pipeline:
+        """Return a pipeline of the model for this number of microbatches; every rank calls it.
+
+        The first pipeline builds the layers of this rank, and later ones share its modules.
+
+        Raises:
+            ConfigError, PartitionError: on every rank, if the model cannot be divided over the ranks as asked.
+        """
         options = dict(self._options)
         split = options.pop("split", None)
         maker = PipelineMaker.of(
@@ -248,7 +263,7 @@ class Engine:
         if self.model.loss_fn is None:
             raise ConfigError("is missing, so there is no loss to compute; give it to PipelineModule", key="loss_fn")
 
-    def _pull(
+    def _take_batch(
         self, pipeline: Pipeline, data_iter: Iterator[Any] | None, mode: Mode, *, needs_labels: bool = True
     ) -> tuple[tuple[Any, ...], Any]:
         """Return the inputs and labels of a batch, as far as this rank needs them.
@@ -259,7 +274,7 @@ class Engine:
         if not (is_first or is_last) or (data_iter is None and not is_first and not needs_labels):
             return (), None
         try:
-            items = _items(data_iter, pipeline)
+            items = _items_of_batch(data_iter, pipeline)
         except PipelineError as error:
             pipeline.refuse(error, mode)
         inputs, labels = zip(*items, strict=True)
@@ -284,11 +299,11 @@ def _ties(layers: Sequence[nn.Module | Spec]) -> list[tuple[str, str]]:
     return [(f"{index}.{name}", owner_name) for index, spec in specs for name, owner_name in spec.tied]
 
 
-def _items(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:
-    """Return the items of a batch.
+def _items_of_batch(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:
+    """Return the next items `(inputs, labels)` of an iterator, as many as a batch has microbatches.
 
     Raises:
-        EndOfData: there are fewer.
+        EndOfData: fewer items are left.
         PipelineError: there is no iterator, it fails, or its items are no pairs.
     """
     rank, num_microbatches = pipeline.rank, pipeline.schedule.num_microbatches

@@ -91,9 +91,10 @@ class ForwardBackward:
     ) -> list[Any]:
         """Run one batch; return what the loss function reported of each microbatch, on the rank of the last stage.
 
-        `model` and `data_iterator` are one each, or lists with one entry per model part of this rank; the iterator of a
-        part whose forward step takes no data may be None. `forward_only` runs without gradients, modules in evaluation
-        mode. With `collect_non_loss_data` the list holds `loss_func(output, non_loss_data=True)`.
+        The arguments are those of Megatron-LM's forward-backward functions, and `unneeded` those of them that are
+        ignored. `model` and `data_iterator` are one each, or lists with one entry per model part of this rank; the
+        iterator of a part whose forward step takes no data may be None. `forward_only` runs without gradients, with
+        modules in evaluation mode. With `collect_non_loss_data` the list holds `loss_func(output, non_loss_data=True)`.
 
         Raises:
             ConfigError: on every rank, if the arguments do not fit each other; after a call that did, a StepRefused.
@@ -103,10 +104,10 @@ class ForwardBackward:
         call = StepCall(forward_step_func, [], num_microbatches, forward_only, collect_non_loss_data)
         problem: ConfigError | None = None
         try:
-            _require_known(unneeded, call)
-            call.iterators = _per_model(data_iterator, len(models))
+            _refuse_unknown_arguments(unneeded, call)
+            call.iterators = _iterators_of_models(data_iterator, len(models))
         except ConfigError as error:
-            problem = error  # raised below, together with the other ranks, which would wait for this one
+            problem = error  # all ranks raise it together in `_run_batch`; else the other ranks would wait for this one
         return self._run_batch(self._pipeline_for(models, num_microbatches, problem), call, problem)
 
     @property
@@ -201,7 +202,7 @@ get_forward_backward_func = ForwardBackward
 """Megatron's name of the function that makes one."""
 
 
-def _require_known(unneeded: Iterable[str], call: StepCall) -> None:
+def _refuse_unknown_arguments(unneeded: Iterable[str], call: StepCall) -> None:
     for name in unneeded:
         if name not in _UNUSED_ARGUMENTS:
             raise ConfigError(f"is nothing that this function takes.{nearest(name, _UNUSED_ARGUMENTS)}", key=name)
@@ -211,7 +212,7 @@ def _require_known(unneeded: Iterable[str], call: StepCall) -> None:
         )
 
 
-def _per_model(data_iterator: Any, num_models: int) -> list[Any]:
+def _iterators_of_models(data_iterator: Any, num_models: int) -> list[Any]:
     if not isinstance(data_iterator, (list, tuple)):
         if data_iterator is not None and num_models > 1:
             raise ConfigError(f"one for {num_models} model parts; give a list of one per part", key="data_iterator")

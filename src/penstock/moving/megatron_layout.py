@@ -34,7 +34,7 @@ class Layout:
         Raises:
             FormatError: naming the column; also for layers in an order that no forward can have.
         """
-        layout = cls(tuple(_written_out(text).split("|")))
+        layout = cls(tuple(_without_repetitions(text).split("|")))
         layout._check(text)
         return layout
 
@@ -111,31 +111,37 @@ def _tokens(text: str) -> Iterator[tuple[str, int]]:
         yield match.group(), match.start() + 1
 
 
-def _written_out(text: str) -> str:
-    """Return the letters and bars of a layout, all repetitions written out. Raises: FormatError."""
-    # The stack of open parentheses: what each has within it so far, by token or finished group, and its column. The
-    # bottom is the layout itself. A star repeats the last entry of the innermost one.
+def _without_repetitions(text: str) -> str:
+    """Return the letters and bars of a pipeline layout with all repetitions written out, as `E|t*3` to `E|ttt`.
+
+    A star and a number repeat the letter or the group in parentheses before them.
+
+    Raises:
+        FormatError: with the column of a parenthesis without its other half, or a star with nothing or a wrong number.
+    """
+    # The stack of open parentheses, the layout itself at the bottom: what each group has so far, by token or finished
+    # group, and its column. A star repeats the last entry of the innermost group.
     groups: list[tuple[list[str], int]] = [([], 0)]
     previous_token = ""
     for token, column in list(_tokens(text)):
-        parts = groups[-1][0]
+        innermost = groups[-1][0]
         if token == "(":
             groups.append(([], column))
         elif token == ")":
             if len(groups) == 1:
                 raise FormatError("this ) closes nothing", file=text, column=column)
-            group_parts, _ = groups.pop()
-            groups[-1][0].append("".join(group_parts))
+            finished_group, _ = groups.pop()
+            groups[-1][0].append("".join(finished_group))
         elif not token.startswith("*"):
-            parts.append(token)
+            innermost.append(token)
         elif previous_token in ("", "|", "("):
             problem = "nothing stands before this star; put a letter or a group in parentheses there"
             raise FormatError(problem, file=text, column=column)
-        elif (times := int(token[1:])) < 1 or times * len(parts[-1]) > _MAX_LAYERS:
+        elif (times := int(token[1:])) < 1 or times * len(innermost[-1]) > _MAX_LAYERS:
             problem = f"{times} times; give a number from 1 that leaves at most {_MAX_LAYERS:,} layers"
             raise FormatError(problem, file=text, column=column)
         else:
-            parts[-1] *= times
+            innermost[-1] *= times
         previous_token = token
     if len(groups) > 1:
         raise FormatError("this ( is never closed", file=text, column=groups[-1][1])

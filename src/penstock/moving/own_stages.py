@@ -74,7 +74,9 @@ class PipelineMaker:
     def schedule(
         self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None
     ) -> Schedule:
-        """Return the schedule of this name for the ranks of the group; that of a file, or a Schedule, as it is.
+        """Return the schedule that a name or a file says, or a `Schedule` as it is, for the ranks of the group.
+
+        `microbatches` is the number of microbatches of a batch; `stages_per_rank` counts for names alone.
 
         Raises:
             ConfigError: there is no such schedule, it cannot run here, or it is a program.
@@ -107,14 +109,16 @@ class PipelineMaker:
         return even_number if even_number in allowed_numbers or 0 in allowed_numbers else None
 
     def pipeline(self, modules: Mapping[int, nn.Module], schedule: Schedule, loss: Loss | None) -> Pipeline:
-        """Make the pipeline of which this rank brings `modules`, by their stage; every rank calls it.
+        """Make the pipeline to which this rank brings `modules`, by their stage; every rank calls it.
 
-        With two routes, both copies of a part start with the values of the first one.
+        The stages of other ranks are stand-ins. With two routes through the model, as in a bidirectional schedule, two
+        stages hold copies of a part of the model, which start with the values of the first one.
 
         Raises:
             PartitionError: on every rank alike, if a rank brings other stages than the schedule places there, or if two
                 copies of a part differ.
         """
+        # Ties are parameters that two stages of a rank share: all ranks must know them.
         ties = agree_on_stages(self.transport, modules, schedule)
         routes = schedule.placement.routes
         part_of_stage = parts_of_stages(schedule.placement)

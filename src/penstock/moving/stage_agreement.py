@@ -24,10 +24,11 @@ Pair = tuple[str, str]
 
 
 def agree_on_stages(transport: Transport, modules: Mapping[int, nn.Module], schedule: Schedule) -> list[Pair]:
-    """Make sure that every rank brings the stages that the schedule places there; a collective.
+    """Make sure that every rank brings the stages that the schedule places there; every rank calls it.
 
-    With two routes, return the pairs of parameter names that a rank holds as one object in two parts of the model: all
-    ranks must treat them as tied, since both parts have copies elsewhere.
+    With two routes through the model, as in a bidirectional schedule, each part of the model is on two ranks. Then
+    return the pairs of names of parameters that a rank holds as one object in two parts: all ranks must treat them as
+    tied, since both parts have copies on another rank. With one route, return an empty list.
 
     Raises:
         PipelineError: the ranks have different schedules.
@@ -50,6 +51,7 @@ def agree_on_stages(transport: Transport, modules: Mapping[int, nn.Module], sche
         stage_reports |= {int(stage): stage_report for stage, stage_report in report["stages"].items()}
     if not has_copies:
         return []
+    # Two stages with the same part must be modules with equal parameters.
     in_one_process = shares_process(transport)
     for stage, part in enumerate(part_of_stage):
         first_stage = part_of_stage.index(part)
@@ -87,7 +89,14 @@ def parts_of_stages(placement: Placement) -> list[int]:
 def _require_equal_copies(
     stage_reports: Mapping[int, Any], first_stage: int, stage: int, placement: Placement, *, in_one_process: bool
 ) -> None:
-    """Refuse two copies of a part of the model that differ: on one rank they are one module, else of the same form."""
+    """Refuse two copies of a part of the model that differ.
+
+    On one rank, both copies must be one module; on two ranks, they must have the same names, shapes and types of
+    parameters and buffers. `stage_reports` has for each stage the id of its module and the texts of its tensors.
+
+    Raises:
+        PartitionError: with the first difference.
+    """
     first_rank, rank = placement.rank_of_stage[first_stage], placement.rank_of_stage[stage]
     first_identity, first_tensors = stage_reports[first_stage]
     identity, tensors = stage_reports[stage]

@@ -126,7 +126,12 @@ class StepStage(nn.Module):
         self._step_loss.follow(None)
 
     def forward(self, *received: Any, microbatch: int) -> Any:
-        """Run the forward step of one microbatch."""
+        """Run the user's forward step on one microbatch; return its output, which the next stage receives.
+
+        `received` is the output of the stage before, empty on the first stage. The forward step is Megatron-LM's: it
+        takes a data iterator and the model, and returns the output and a loss function. It may raise what it likes; a
+        StopIteration becomes a PipelineError.
+        """
         call = self._call
         assert call is not None
         if self._failure is not None:
@@ -149,8 +154,8 @@ class StepStage(nn.Module):
             ) from error
         finally:
             self._set_input([None])  # the model must not keep a microbatch's input alive
-        output, loss_func = _pair(returned)
-        if self.place.is_last:
+        output, loss_func = _output_and_loss_func(returned)
+        if self.place.is_last:  # the pipeline calls the loss with this output next
             self._step_loss.follow(partial(self._loss, call, loss_func, microbatch))
         return output
 
@@ -200,7 +205,7 @@ def _input_setter(model: nn.Module, place: RoutePlace) -> Callable[[list[Any]], 
     )
 
 
-def _pair(returned: object) -> tuple[Any, Callable[..., Any]]:
+def _output_and_loss_func(returned: object) -> tuple[Any, Callable[..., Any]]:
     """Return the output and the loss function that a forward step returned. Raises: PipelineError for anything else."""
     if isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1]):
         return returned

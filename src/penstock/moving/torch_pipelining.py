@@ -168,10 +168,11 @@ class Schedule:
         loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run one batch; return the merged outputs on the rank of the last stage, None elsewhere.
+        """Train on one batch; return the merged outputs on the rank of the last stage, None on all other ranks.
 
         The rank of the first stage passes inputs, that of the last one the target. `losses` is filled with the loss of
-        each microbatch, in order, on every rank that gives a list. Without a loss function it is `eval`.
+        each microbatch, in order, on every rank that gives a list. `loss_kwargs` are passed to the loss function.
+        Without a loss function, the batch is evaluated, as by `eval`.
 
         Raises:
             PipelineError: on every rank, if the step fails on any.

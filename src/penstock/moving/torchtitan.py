@@ -44,17 +44,19 @@ def pipeline_llm(
 ) -> Pipelined:
     """Cut a model into parts by the names of its modules, and pipeline them; every rank calls it.
 
-    `schedule`: torch's name or ours, a `penstock.Schedule`, or the path of a CSV file. The model, which may be on the
-    meta device, stays as it is: a rank copies what its own stages need. `prepare(part)` is called with each part of
-    this rank before it is used (to give it memory and values, compile or shard it), and may return another module in
-    its place. Parameters that several parts hold are tied. Under a schedule of two routes every part is on two ranks.
-    Further keywords: those of `torch_pipelining.Schedule`.
+    `module_fqns_per_model_part` lists the names of modules of each part, in order. `schedule` is torch's name or ours,
+    a `penstock.Schedule`, or the path of a CSV file. The model, which may be on the meta device, stays as it is: a rank
+    copies what its own stages need. `prepare(part)` is called with each part of this rank before it is used (to give it
+    memory and values, compile or shard it), and may return another module in its place. Parameters that several parts
+    hold are tied. A bidirectional schedule has every part on two ranks. Further keywords are those of
+    `torch_pipelining.Schedule`.
 
     Raises:
         ConfigError, PartitionError: the names do not fit the model or the schedule; on every rank alike.
     """
     parts = ModelParts(model, module_fqns_per_model_part)
     maker = PipelineMaker.of(group, translate_options(options))
+    # All ranks make the schedule, and must have passed the same names of modules.
     order, facts_by_rank = maker.joined.exchange(
         lambda: _order(maker, schedule, n_microbatches, parts.num_stages),
         lambda _: {"module_fqns_per_model_part": str(list(map(list, module_fqns_per_model_part)))},
