@@ -34,6 +34,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
+    """Run `penstock check`: prove that the schedule or program in a file can run; print what was proved.
+
+    A schedule is also lowered to a program (with its messages) and proved again, if a transport or costs are given,
+    since only a program has messages.
+
+    Raises:
+        ScheduleError: with every violation. ConfigError, FormatError: for arguments or a file that do not fit.
+    """
     from penstock.cli.conversion import describe_plan, read_plan
     from penstock.cli.given_costs import costs_of_table
     from penstock.ir.program import Program
@@ -57,7 +65,7 @@ def run_command(arguments: Namespace) -> int:
     transport = arguments.transport or str(POSTED)
     facts = check(plan, transport, **demands)
     if (arguments.transport or costs is not None) and not isinstance(plan, Program):
-        # Only the program has messages, which travel and take memory.
+        # Only a program has messages, which travel and take memory.
         plan = lower(plan, transport)
         facts = check(plan, transport, **demands)
     transports = f"; ends under {', '.join(facts.transports)}" if facts.transports else ""

@@ -19,6 +19,7 @@ SUMMARY = "Compare schedules: makespan, bubble, memory and messages under given 
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of `penstock compare`: schedules, what they are simulated with, and the form of the result."""
     add_schedules(parser)
     parser.add_argument(
         "--costs",

@@ -193,10 +193,10 @@ def to_table(compared: ComparedSchedules, screen: Screen = NO_SCREEN) -> str:
     refusals = [f"  {names}: {reason}" for names, reason in grouped_refusals(compared.refusals)]
     parts = [
         ["not compared:", *refusals] if refusals else [],
-        [_fastest(compared, limit) for limit in compared.swept_limits],
+        [_line_on_fastest(compared, limit) for limit in compared.swept_limits],
         [basis(compared)],
         *notes(compared),
-        _best(compared),
+        _lines_on_best(compared),
     ]
     paragraphs = ["\n".join(lines) for lines in parts if lines]
     table = table_text(list(writers), cells, screen, row_styles=styles)
@@ -224,7 +224,7 @@ def grouped_refusals(refused: Sequence[Refusal]) -> list[tuple[str, str]]:
     return grouped
 
 
-def _best(compared: ComparedSchedules) -> list[str]:
+def _lines_on_best(compared: ComparedSchedules) -> list[str]:
     """Return a line on the fastest row that fits, and one before it if rows with two copies of the weights fit too."""
     rows, limit = compared.comparisons, compared.limit
     is_alone = len(rows) < 2 and not any(row.other_splits for row in rows)
@@ -281,16 +281,16 @@ def _writers(compared: ComparedSchedules) -> dict[Column, Callable[[int, Compari
     if len(counts) > 1:
         writers[Column(f"s for {max(counts)}", drop_order=1)] = lambda index, _: f"{compared.seconds[index]:.6g}"
     for limit in compared.swept_limits if compared.limit is None else (compared.limit,):
-        writers[Column(f"fits {limit}", drop_order=4)] = partial(_fits, limit)
+        writers[Column(f"fits {limit}", drop_order=4)] = partial(_fits_text, limit)
     writers[Column("front", drop_order=3)] = lambda index, _: "*" * compared.front[index]
     return writers
 
 
-def _fits(limit: Limit, _: int, row: Comparison) -> str:
+def _fits_text(limit: Limit, _: int, row: Comparison) -> str:
     return "yes" if row.fits(limit) else "no"
 
 
-def _fastest(compared: ComparedSchedules, limit: Limit) -> str:
+def _line_on_fastest(compared: ComparedSchedules, limit: Limit) -> str:
     """Return a line on the row that is the fastest, for equal work, of those that fit."""
     row = fastest_within(compared.comparisons, limit)
     none = "none fits with these splits" if limit.in_bytes and compared.per_layer else "none fits"

@@ -88,9 +88,11 @@ def _format_of_name(name: str) -> str:
 
 
 def convert_to_pretrained(source: Path, target: Path, like: Path, *, is_forced: bool) -> str:
-    """Write the weights of a checkpoint, run folder or file into a folder that `from_pretrained` loads; say what it is.
+    """Write the weights of a checkpoint, run folder or file into a folder that `from_pretrained` loads.
 
-    Configuration and tokenizer files are those of the folder `like`.
+    Return a line that says what was written. Configuration and tokenizer files are copied from the folder `like`, which
+    says what model it is. `is_forced` allows a target that is there. A target that was made here is removed if it stays
+    empty.
 
     Raises:
         ConfigError: the target is not free, or `like` is no model of transformers.
@@ -108,14 +110,14 @@ def convert_to_pretrained(source: Path, target: Path, like: Path, *, is_forced: 
     is_new = not target.exists()
     target.mkdir(exist_ok=True)
     try:
-        where = convert_weights(source, target, model, like)
+        source_path = convert_weights(source, target, model, like)
     except BaseException:
         if is_new:
             with suppress(OSError):
                 target.rmdir()
         raise
     files = list(target.glob("model*.safetensors"))
-    return f"{target}: {type(model).__name__} with the weights of {where}, in {count_of(len(files), 'file')}"
+    return f"{target}: {type(model).__name__} with the weights of {source_path}, in {count_of(len(files), 'file')}"
 
 
 def _require_free(target: Path, *, is_forced: bool) -> None:

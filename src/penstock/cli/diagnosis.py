@@ -148,7 +148,11 @@ def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:
 
 
 def _changes_tables(diagnosis: Diagnosis, advice: Advice, screen: Screen) -> Iterator[str]:
-    """Yield a table of each group of changes that save enough, and notes on the assumptions behind them."""
+    """Yield a table of each group of changes that would make the step shorter, and notes on what is assumed.
+
+    A change has its name, and what it does to the time of a step and to memory, as shares; `advice` has sorted the
+    changes into groups.
+    """
     groups = [
         ("what would help, each simulated", advice.worth),
         ("what would help, but takes much more memory, each simulated", advice.costly),

@@ -30,6 +30,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
+    """Run `penstock doctor`: say where the time of a recorded step went, or with --system examine the machine.
+
+    RUN_DIR is the folder of a run, or a file with one recorded step.
+
+    Raises:
+        PenstockError: no step was recorded, or its files do not fit the arguments.
+    """
     if arguments.system == (arguments.step is not None):
         arguments.wrong_usage("give either RUN_DIR or --system")
     if arguments.system and any(
@@ -54,13 +61,13 @@ def run_command(arguments: Namespace) -> int:
     recorded = read_recorded_step(path) if is_run else _measured_step(path)
     # A file of one step comes without a run file and its batch size, and without a profile.
     setting = setting_of(load_config(path / CONFIG)) if is_run else Setting()
-    profiled = read_costs(path / COSTS) if is_run and (path / COSTS).exists() else None
+    profiled_costs = read_costs(path / COSTS) if is_run and (path / COSTS).exists() else None
     program = recorded.program
     if arguments.split is not None:
         setting = replace(setting, split=read_split(arguments.split))
         split_over(program.placement, len(recorded.layer_weights), split=setting.split)  # refuses one that does not fit
-    activations = limit and limit.of_ranks(program.num_ranks, program.parts_per_rank).tolist()
-    diagnosis = diagnose(recorded, setting, profiled=profiled, memory_limit=activations)
+    activation_limits = limit and limit.of_ranks(program.num_ranks, program.parts_per_rank).tolist()
+    diagnosis = diagnose(recorded, setting, profiled=profiled_costs, memory_limit=activation_limits)
     if not is_run:
         diagnosis = replace(diagnosis, changes=[replace(change, settings=()) for change in diagnosis.changes])
     screen = stdout_screen()

@@ -121,8 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         forget_stdout()
         return ExitStatus.FINE
+    # Any other error becomes a message and an exit status; messages of `PenstockError` name the fix.
     except Exception as error:
-        # A write that fails names no file; neither does standard output.
+        # An OSError without a file name comes from a write, to standard output or to a file of the command.
         if isinstance(error, OSError) and error.filename is None and error.errno in CURE_OF_OUTPUT:
             target = "standard output"
             if may_be_full(sys.stdout):

@@ -80,9 +80,10 @@ def launch_ranks(
 ) -> RankFailure | None:
     """Run `command` once per rank until all end; return the first cause of a failure, or None.
 
-    Call from the main thread. An interrupt (SIGINT, SIGTERM or SIGHUP) ends every rank within two seconds, stopped
-    ones too. With `may_stop`, the first one is passed on as SIGTERM, on which ranks may save before they end.
-    Raises: ConfigError where the port is taken; KeyboardInterrupt after an interrupt.
+    It uses torch's elastic launcher on this machine; `port` 0 chooses a free one. Call it from the main thread. An
+    interrupt (SIGINT, SIGTERM or SIGHUP) ends every rank within two seconds, stopped ones too. With `may_stop`, the
+    first interrupt is passed on as SIGTERM, on which ranks may save before they end. Raises: ConfigError where the port
+    is taken; KeyboardInterrupt after an interrupt.
     """
     rendezvous = LoopbackRendezvous(port)
     spec = WorkerSpec(

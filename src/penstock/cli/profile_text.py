@@ -26,7 +26,13 @@ def profile_text(profile: Profile, screen: Screen = NO_SCREEN) -> str:
     launch = f"launch: {format_seconds(profile.costs.launch_s)} of the host for each instruction"
     busy = busy_line(profile.costs.spreads, profile.program.placement.rank_of_stage)
     last = [screen.wrapped(line) for line in (launch, busy, bottleneck(profile)) if line]
-    parts = [_stages(profile, screen), *_channels(profile, screen), *_exchanges(profile, screen), *memory, *last]
+    parts = [
+        _table_of_stages(profile, screen),
+        *_channels(profile, screen),
+        *_exchanges(profile, screen),
+        *memory,
+        *last,
+    ]
     return "\n\n".join(parts)
 
 
@@ -46,8 +52,11 @@ def bottleneck(profile: Profile) -> str:
     return f"bottleneck: {stage_text}{more}, {share:.2f} times the mean rank, and all others wait for it"
 
 
-def _stages(profile: Profile, screen: Screen) -> str:
-    """Return a table with the seconds of each stage and kind, those of steps with split backwards included."""
+def _table_of_stages(profile: Profile, screen: Screen) -> str:
+    """Return a table with the seconds of each stage and kind of computation, usual, median and spread.
+
+    Kinds that the profiled schedule does not run, as split backwards, were measured in further steps; they are marked.
+    """
     program, costs = profile.program, profile.costs
     spread_of = {(spread.kind, spread.stage): spread for spread in costs.spreads}
     table = costs.durations_s(program.num_stages)

@@ -70,10 +70,15 @@ def run_on_ranks(
     *,
     is_quiet: bool = False,
 ) -> int:
-    """Run `body` on every rank and return the exit status; a rank that is started here gets `command`.
+    """Run `body` on every rank of a run file's pipeline, and return the exit status.
 
-    While the body looks at `stop`, the first interrupt asks it to stop, and the next one ends it. `is_quiet` leaves
-    standard output to the body.
+    A process that is one of several ranks already runs `body` as that rank. Otherwise the ranks are started here, each
+    with `command`, or `body` runs in this process if there is one rank. `hold(config)` keeps the run's folder
+    meanwhile, and yields the configuration for `body`. While `body` looks at `stop`, the first interrupt asks it to
+    stop, and the next one ends it. `is_quiet` leaves standard output to `body`.
+
+    Raises:
+        ConfigError, FormatError: for a wrong run file, port or device.
     """
     if not 0 <= arguments.port <= MAX_PORT:
         raise ConfigError(f"{arguments.port} is no port; give a number from 1 to {MAX_PORT}", key="--port")

@@ -37,11 +37,12 @@ def run_command(arguments: Namespace) -> int:
     if output.format in CURVES:
         output.write(_curves(records, arguments, output.format))
     else:
-        output.write(_json(records) if output.format == "json" else _table(records, output.screen))
+        output.write(_json(records) if output.format == "json" else _table_of_runs(records, output.screen))
     return ExitStatus.FINE
 
 
-def _table(runs: Any, screen: Screen) -> str:
+def _table_of_runs(runs: Any, screen: Screen) -> str:
+    """Return the table of `penstock runs`: a row per run, with its state, its last metrics and its settings."""
     from penstock.show.text import format_bytes
     from penstock.train.watching.run_list import differences
 

@@ -32,6 +32,7 @@ NOTHING_YET = "interrupted before an order was proved; nothing is written"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of `penstock search`: what is to be ordered, costs and limits, and the form of the result."""
     parser.add_argument("--ranks", type=int, metavar="P", required=True, help="number of ranks")
     parser.add_argument("--microbatches", type=int, metavar="M", required=True, help="number of microbatches")
     parser.add_argument(
@@ -239,6 +240,11 @@ def _write_schedule(schedule: Any, path: Path) -> None:
 
 
 def _run_sweep(arguments: Namespace, costs: Any, limits: Sequence[Any], output: Output) -> ExitStatus:
+    """Search within each memory limit of a sweep, write all results at once, and return the exit status.
+
+    `limits` are `Limit`s and `costs` are the parsed costs. The status is INTERRUPTED where Ctrl-C left limits
+    unsearched, and WRONG_INPUT where nothing fits within any limit.
+    """
     from penstock.cli.searched import combined, refusals, rows_to_json, rows_to_picture, rows_to_table
 
     for limit in limits:
@@ -258,9 +264,9 @@ def _run_sweep(arguments: Namespace, costs: Any, limits: Sequence[Any], output: 
     if rows and not has_any:
         complain("\n".join(["nothing fits within any of these limits", *refusals(rows)]))
     _say_if_solver_is_missing([row.result for row in rows if row.result])
-    unfinished = _unfinished(rows, limits)
-    if unfinished:
-        complain(unfinished)
+    unfinished_text = _unfinished(rows, limits)
+    if unfinished_text:
+        complain(unfinished_text)
         return ExitStatus.INTERRUPTED
     return ExitStatus.FINE if has_any else ExitStatus.WRONG_INPUT
 

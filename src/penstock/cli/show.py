@@ -42,6 +42,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
+    """Run `penstock show`: draw a schedule, a program or a recorded step as a grid, a picture or another format.
+
+    A grid shows the order of actions; --lowered shows the program, with messages and collectives. Pictures show times.
+
+    Raises:
+        ConfigError: for arguments that do not fit each other.
+    """
     from penstock.cli.drawing import on_screen, require_readable
     from penstock.cli.given_costs import sharding_of
     from penstock.cli.output import say
@@ -50,8 +57,8 @@ def run_command(arguments: Namespace) -> int:
     from penstock.lowering import NOT_SHARDED, lower
     from penstock.show.picture import picture_of
 
-    takes = {"costs": PICTURES, "heavy": PICTURES, "split": PICTURES, "theme": CHARTS}
-    output = Output.of(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid", takes)
+    formats_of_option = {"costs": PICTURES, "heavy": PICTURES, "split": PICTURES, "theme": CHARTS}
+    output = Output.of(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid", formats_of_option)
     format = output.format
     recorded = _recorded_step(arguments)
     if format in PICTURES:
@@ -67,6 +74,7 @@ def run_command(arguments: Namespace) -> int:
     if sharding != NOT_SHARDED and not arguments.lowered:
         raise ConfigError("of a program, which --lowered shows, or of a picture; add one of them", key="--shard")
     table = (program or lower(schedule, **asdict(sharding))) if arguments.lowered else schedule
+    # On a screen, refuse a grid that is too large to be read.
     if arguments.format is None and output.path is None:
         require_readable(table)
     text = write_table(table, format)

@@ -92,7 +92,9 @@ def require_given_once(arguments: Namespace, sweep: Sweep) -> None:
 
 
 def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[NamedSchedule]:
-    """Return every schedule at every combination of sizes; the sizes are in its name.
+    """Return every schedule that the arguments name, at every combination of the swept sizes, which are in its name.
+
+    `sweep` has the values of each size, such as microbatches, by its key.
 
     Raises:
         ConfigError: if a size is given beside its sweep, or there are too many combinations.
@@ -113,6 +115,7 @@ def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[NamedSchedule]:
     used_sizes = []
     for values in product(*sizes.values()):
         size = dict(zip(sizes, values, strict=True))
+        # Drop keys that change nothing for this way to shard; what is then equal to an earlier combination is left out.
         size = {key: value for key, value in size.items() if key not in IDLE.get(size.get("shard", ""), ())}
         if size in used_sizes:
             continue
@@ -120,13 +123,13 @@ def swept_schedules(arguments: Namespace, sweep: Sweep) -> list[NamedSchedule]:
         at_size = Namespace(**(vars(arguments) | size))
         sharding, replicas = sharding_of(at_size), replicas_of(at_size, 0)
         schedules += [
-            replace(schedule, text=_label(schedule.text, size), sharding=sharding, replicas=replicas)
+            replace(schedule, text=_name_with_sizes(schedule.text, size), sharding=sharding, replicas=replicas)
             for schedule in find_schedules(at_size)
         ]
     return schedules
 
 
-def _label(name: str, chosen: Mapping[str, Any]) -> str:
+def _name_with_sizes(name: str, chosen: Mapping[str, Any]) -> str:
     return ", ".join([name, *(LABELS[key](number) for key, number in chosen.items())])
 
 
