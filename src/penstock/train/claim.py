@@ -63,7 +63,8 @@ class _Choice:
 def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[tuple[RunConfig, str]]:
     """Hold a folder for a run while the block lasts; if no run begins there, leave everything as it was.
 
-    Yields the configuration with that folder, and the first line of the run: its folder, and why it is this one.
+    Yields the configuration with that folder, and the first line of the run: its folder, and why it is this one. The
+    folder is held by a lock in it, since several runs may start at once.
 
     Raises:
         ConfigError: a process holds the folder, or `Start.FORCE` meets files that no run wrote.
@@ -73,6 +74,7 @@ def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[tuple[R
     """
     base = run_path(config.run.folder)
     for _ in range(MOST_ATTEMPTS):
+        # Choose, lock, and look again: another process may have taken the folder in between.
         choice = _choose(base, config, start)
         with ExitStack() as stack:
             folder = RunFolder(choice.path)
@@ -86,6 +88,7 @@ def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[tuple[R
                 continue  # another run began and ended between the look and the lock
             if start is Start.FORCE:
                 folder.remove_tokens()
+            # The ranks of the run share the lock from here on.
             if not lock.share():
                 raise _in_use(choice.path)
             note = f"run folder: {choice.path} ({choice.reason})"

@@ -48,10 +48,12 @@ def look() -> Machine:
 
 
 def choose_device(setting: str, num_local_ranks: int, machine: Machine) -> str:
-    """Return the kind of device for the ranks of one machine; `setting` is `run.device`.
+    """Return the type of device for the ranks of one machine, such as `cuda` or `cpu`; `setting` is `run.device`.
+
+    `auto` takes the machine's GPUs if there are any. Each of the `num_local_ranks` needs a GPU of its own.
 
     Raises:
-        ConfigError: this torch is not built for it, there are fewer GPUs than ranks, or nothing carries their messages.
+        ConfigError: torch is not built for the device, there are fewer GPUs than ranks, or no backend such as NCCL.
     """
     if setting == CPU or (setting == AUTO and not machine.num_gpus):
         return CPU

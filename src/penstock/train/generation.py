@@ -54,10 +54,10 @@ def generate(
     seed: int = 0,
     precision: Precision | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow a prompt, at most as many as the section says, up to the end of the document.
+    """Yield the tokens that follow a prompt, at most `section.tokens`, up to the end of the document.
 
-    Every rank iterates to the end, and gets the same tokens. `length` is the most that the model reads at once: of a
-    longer text, the last so many tokens.
+    Every rank iterates to the end, and gets the same tokens. Each token is drawn from the outputs of a whole forward
+    over the text so far, of which the last `length` tokens are read. `section` has the temperature and the like.
     """
     text, generator = list(prompt), torch.Generator().manual_seed(seed)
     precision = precision or Precision()
@@ -67,7 +67,7 @@ def generate(
         with precision.region(pipeline.device):
             outputs = pipeline.evaluate(rows, return_outputs=True).outputs
         local_token = -1
-        if outputs is not None:  # on one rank
+        if outputs is not None:  # only the rank of the last stage has outputs; all other ranks say -1
             local_token = draw(section, outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
         tokens_by_rank: list[Any] = pipeline.control.all_gather_object(local_token)
         token = max(tokens_by_rank)

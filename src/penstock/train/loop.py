@@ -132,7 +132,11 @@ def _run_steps(
     output: TextIO,
     stop: StopRequest,
 ) -> TrainingResult:
-    """Run all steps that are left, from the newest checkpoint if there is one; save, evaluate and write as due."""
+    """Run all steps that are left, from the newest checkpoint if there is one; every rank calls it.
+
+    After each step, metrics are written, held-out text is evaluated, and checkpoints are saved where they are due. Rank
+    0 writes to `folder` and `output`. `stop` says whether the run was asked to stop early.
+    """
     begin_with_weights(config, folder, pipeline, output)
     runner = StepRunner(config, dataset, build_trainer(config, pipeline))
     early_stop = EarlyStop(config.run.patience)
@@ -143,10 +147,10 @@ def _run_steps(
     peak_bytes: Sequence[int] = ()
     write_line(output, "first step ...")
     with ExitStack() as stack:
-        writer = None
+        metrics_writer = None
         if pipeline.control.rank == 0:
             folder.write(SCHEDULE, pipeline.schedule.to_csv().encode())
-            writer = MetricsWriter(
+            metrics_writer = MetricsWriter(
                 stack,
                 folder.path,
                 config.metrics,
@@ -158,11 +162,11 @@ def _run_steps(
         stack.enter_context(runner.reading(first_step))
         stack.enter_context(stop.watched(2 * config.run.deadline_s))
         for step in range(first_step, config.run.steps + 1):
-            metrics = runner.run_step(step) if writer is None else runner.run_step(step, writer.say)
+            metrics = runner.run_step(step) if metrics_writer is None else runner.run_step(step, metrics_writer.say)
             peak_bytes = metrics.peak_bytes or peak_bytes
-            if writer is not None:
-                writer.write(metrics)
-            if writer is not None and runner.recorded is not None and runner.recorded.step == step:
+            if metrics_writer is not None:
+                metrics_writer.write(metrics)
+            if metrics_writer is not None and runner.recorded is not None and runner.recorded.step == step:
                 # The timeline is written now, so that `penstock doctor` need not wait for the run's end.
                 folder.write(TIMELINE, runner.recorded.to_json().encode())
             is_last = early_stop.note(metrics.held_out_loss) or step == config.run.steps

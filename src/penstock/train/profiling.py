@@ -102,23 +102,26 @@ def profile_pipeline(
     times: LayerTimes | None = None,
     optimizer: OptimizerSection = ADAMW,
 ) -> Profile:
-    """Measure a pipeline on the first batches of a data set; every rank calls it.
+    """Measure a pipeline on the first batches of a data set: seconds, bytes and messages; every rank calls it.
 
-    `times` of the layers by themselves say what each takes of its stage; without them, the weights that layers declare.
-    `optimizer` decides what is kept of each parameter.
+    `times` of the layers, each measured alone, say how a stage's seconds are shared among its layers; without them, the
+    weights that layers declare do. `optimizer` decides what is kept in memory for each parameter.
     """
     batches = partial(dataset.batch, wants=replace(Wants.of(pipeline), inputs=True, target=True))
     timelines = _record(pipeline, batches, num_steps)
+    # A schedule with whole backwards runs again with split ones, so that costs know input and weight gradients apart.
     is_whole = _has_whole_backwards(pipeline)
     split_timelines = _record(pipeline, batches, num_steps, split_backwards=True) if is_whole else []
     assert pipeline.recording is not None
     message_bytes = pipeline.recording.message_bytes
+    # Memory, channels and exchanges are measured by themselves.
     report = _run_measured(pipeline, pipeline.memory_report, batches(0))
     pairs = channels_of(pipeline.schedule.placement)
     num_bytes = max(SMALLEST_LARGE_BYTES, *message_bytes)
     channels = measure_channels(pipeline.transport, pairs, num_bytes, pipeline.device)
     exchanges = measure_exchanges(pipeline)
     bytes_by_name = _layer_bytes(pipeline, batches(0), report, optimizer)
+    # Put all measurements together, per stage and then per layer.
     costs = costs_from_timelines(
         timelines,
         message_bytes=message_bytes,

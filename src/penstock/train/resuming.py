@@ -79,9 +79,10 @@ class RunCheckpoints:
         data: Dataset,
         output: TextIO,
     ) -> None:
-        """Make sure that the weights can be saved in the folder, before a step runs.
+        """Keep what checkpoints are made of, and make sure before the first step that they can be written.
 
-        Raises: PenstockError, on every rank.
+        Every rank calls it. `trainer` has the pipeline and the optimizer, and `early_stop` and `data` have states that
+        a run continues with. Raises: PenstockError, on every rank.
         """
         self._config = config
         self._options = config.checkpoint
@@ -97,6 +98,7 @@ class RunCheckpoints:
         self._last_saved_step = 0
         self._held_folder = HeldFolder(folder.path) if self._control.rank == 0 else None
         self._writer = self._writer_to(folder)
+        # Rank 0 tries whether the folder has room for a checkpoint of this size.
         num_bytes = require_saveable(self._pipeline)
         if self._options.every:
             probe = partial(_require_writable, folder.checkpoints, num_bytes)

@@ -259,7 +259,10 @@ def build_plan(config: RunConfig) -> Schedule | Program:
 
 
 def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, vocabulary: int) -> Pipeline:
-    """Build this rank's part of the model, split by the rule; every rank calls it."""
+    """Build this rank's part of the model, split by the rule; every rank calls it.
+
+    `layers` are modules or recipes that build one; `vocabulary` is the number of token ids, which the loss needs.
+    """
     schedule, batch_plan = build_plan(config), config.batch_plan
     precision, device = Precision(config.precision), device_of_rank(config)
     weights = None if rule.split is not None else rule.weights or [layer.weight for layer in layers]

@@ -75,7 +75,7 @@ class Trainer:
         """Run optimizer step `number`, counted from 1, on the sum of the batches' gradients.
 
         `shares` of the batches in the loss of the step add up to 1; by default they are equal, others need a
-        `scale_loss` that is `scale_mean`. `record` measures the pipeline step of the last batch; `skip_update` changes
+        `scale_loss` that is `scale_mean`. `record` measures the pipeline step of the last batch. `skip_update` changes
         no weight, and reduces no gradient over ranks.
 
         Raises:

@@ -85,12 +85,16 @@ class StepRunner:
             yield
 
     def run_step(self, step: int, say: Say = lambda line: None) -> StepMetrics:
-        """Run one optimizer step, counted from 1, and evaluate where it is due; `say` shows people a line meanwhile."""
+        """Run one optimizer step, counted from 1, and evaluate where it is due; return its metrics.
+
+        A step has one or more batches, whose gradients are summed. `say` shows people a line meanwhile. The step that
+        is recorded, or every `metrics.bubble_every`-th, is measured instruction by instruction.
+        """
         plan = self._config.batch_plan
-        first, count = plan.begin(step), plan.count(step)
-        numbers = range(first, first + count)
+        first_batch, num_batches = plan.begin(step), plan.count(step)
+        batch_numbers = range(first_batch, first_batch + num_batches)
         assert self._reader is not None, "steps run within `reading`"
-        self._reader.begin(first, count)
+        self._reader.begin(first_batch, num_batches)
         every = self._config.metrics.bubble_every
         is_recorded = step == self._recorded_step or (every > 0 and step % every == 0)
         compilation = telling_compilation(f"step {step}", say)
@@ -99,7 +103,7 @@ class StepRunner:
             outcome = self.trainer.step(
                 step,
                 self._reader,
-                shares=self._dataset.shares(first, count),
+                shares=self._dataset.shares(first_batch, num_batches),
                 record=is_recorded,
                 skip_update=self._config.run.skip_updates,
             )
@@ -109,7 +113,7 @@ class StepRunner:
         return StepMetrics(
             step=step,
             outcome=outcome,
-            num_tokens=sum(map(self._dataset.num_targets, numbers)),
+            num_tokens=sum(map(self._dataset.num_targets, batch_numbers)),
             duration_s=duration_s,
             bubble_fraction=None if outcome.recorded is None else outcome.recorded.bubble_fraction,
             held_out_loss=self._held_out_loss(step, outcome, say),

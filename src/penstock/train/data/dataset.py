@@ -60,7 +60,9 @@ class TokenDataset:
         vocabulary: int = 256,
         digest: str = "",
     ) -> None:
-        """Draw from the sources by their weights.
+        """Draw sequences from sources of tokens, in shares by `weights`; a batch has `options.batch_size` of them.
+
+        `vocabulary` is the number of token ids, and `digest` identifies the text, so that a run can refuse another one.
 
         Raises:
             ConfigError: a source has nothing to train on, or all of them do not fill a batch.
@@ -141,13 +143,21 @@ class TokenDataset:
         return [(self.sources[number], self.sources[number].train_span(sequence)) for number, sequence in locations]
 
     def _held_out_spans(self, num_batches: int) -> list[list[tuple[Source, Span]]]:
-        size = self.batch_size
-        num_all = sum(len(source.held_out) for source in self.sources)
-        num_wanted = min(num_batches, num_all // size) * size
+        """Return the held-out sequences of at most `num_batches` batches, in shares of the sources by their weights.
+
+        A sequence is its source and the span of its tokens there. Those of a source are spread evenly over its held-out
+        part.
+
+        Raises:
+            ConfigError: the held-out part does not fill a batch, or a source that is to give sequences has none.
+        """
+        batch_size = self.batch_size
+        num_available = sum(len(source.held_out) for source in self.sources)
+        num_wanted = min(num_batches, num_available // batch_size) * batch_size
         if not num_wanted:
             raise ConfigError(
-                f"the held-out part has {num_all} sequences of {self._options.length} tokens, fewer than batch.size = "
-                f"{size}; name more text, or raise data.held_out_fraction",
+                f"the held-out part has {num_available} sequences of {self._options.length} tokens, fewer than "
+                f"batch.size = {batch_size}; name more text, or raise data.held_out_fraction",
                 key="data.held_out_fraction",
             )
         counts = self._mixture.counts(num_wanted)
@@ -162,9 +172,9 @@ class TokenDataset:
         for sequence in range(num_wanted):
             number, sequence_of_source = self._mixture.locate(sequence)
             source = self.sources[number]
-            # Evenly spread: sequence k of a source's n is the one at share k / n of its held-out part.
+            # Sequence k of the n from a source is the one at the share k / n of its held-out part.
             spans.append((source, source.held_out[sequence_of_source * len(source.held_out) // counts[number]]))
-        return [spans[begin : begin + size] for begin in range(0, num_wanted, size)]
+        return [spans[begin : begin + batch_size] for begin in range(0, num_wanted, batch_size)]
 
     def gather(self, spans: Sequence[tuple[Source, Span]], wants: Wants) -> Batch:
         """Read the tokens of these sequences, one per row, and return the parts of the batch that `wants` names."""
@@ -222,8 +232,9 @@ def open_dataset(
 ) -> TokenDataset:
     """Find, tokenize (once, into the cache folder) and cut the text that a configuration names.
 
-    Tokens that one of `other_caches` holds are taken from there; `tell` is that of `tokenize`. Text that `may_be_small`
-    is only evaluated: its batches are as large as it allows.
+    Tokens that one of `other_caches` holds are taken from there. `tell` is called as tokenizing goes on, with the
+    numbers of pieces that are done and in all. Text that `may_be_small` is only evaluated: its batches are as large as
+    it allows.
 
     Raises:
         ConfigError: a file is missing, unreadable or not UTF-8; there is too little text; the model's vocabulary is
@@ -240,6 +251,7 @@ def open_dataset(
         )
     vocabulary = config.model.vocabulary or tokenizer.vocabulary
     corpora = [_open_corpus(keys) for keys in data.all_sources]
+    # A source with token ids of its own needs no tokenizer.
     sources, digests = [], []
     for number, corpus in enumerate(corpora):
         has_ids = isinstance(corpus, SavedDataset) and corpus.has_ids

@@ -85,10 +85,12 @@ class Source:
         seed: int = 0,
         number: int = 0,
     ) -> None:
-        """Cut the tokens; sequences by document need `document_ends`.
+        """Cut tokens into sequences of `length`, and hold out the end of the tokens.
 
-        With an `end_of_document`, held-out tokens begin with a document, so that none is in both parts. `number` is
-        that of the source among several.
+        By default, sequences are windows over all tokens, of which neighbors share one token; with `by_document` each
+        begins with a document, and `document_ends` says where documents end. With an `end_of_document` token, held-out
+        windows begin with a document, so that no document is in both parts. Sequences for training are shuffled by
+        `seed` and by `number`, which is that of the source among several.
         """
         self.tokens = tokens
         self.document_ends = document_ends
@@ -98,6 +100,7 @@ class Source:
         self.train: Spans
         self.held_out: Spans
         if by_document and document_ends is not None:
+            # A document that begins before the cut is for training.
             lengths = np.diff(document_ends, prepend=0)
             numbers = np.flatnonzero(lengths > 1)  # a document of one token has nothing to predict
             is_train = document_ends[numbers] - lengths[numbers] < cut

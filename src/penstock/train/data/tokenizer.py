@@ -117,6 +117,14 @@ def _decode_bytes(ids: Sequence[int]) -> str:
 
 
 def _parse_tokenizer(name: str, content: bytes, end_of_document: str) -> Tokenizer:
+    """Return the tokenizer that a file in the format of the tokenizers package holds.
+
+    `name` is the file's name for messages, and `content` its bytes. `end_of_document` names the token between
+    documents; where it is empty, a usual one is taken, if the file has any.
+
+    Raises:
+        ConfigError: the package is missing, or the file is none, is empty, or lacks the token.
+    """
     try:
         import tokenizers
     except ImportError as error:
@@ -147,6 +155,8 @@ def _parse_tokenizer(name: str, content: bytes, end_of_document: str) -> Tokeniz
     def decode(ids: Sequence[int]) -> str:
         return str(parsed.decode(list(ids)))
 
+    # Equal identities mean equal token ids. A part of a text is encoded without the tokens that the file adds to a
+    # text; a probe shows which these are.
     identity = hashlib.sha256(content).hexdigest() + ("" if end is None else f" {end}")
     encode_part = partial(encode, adds=False)
     added_ids = _added_ids(encode(PROBE), encode_part(PROBE))

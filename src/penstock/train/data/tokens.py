@@ -155,7 +155,7 @@ def tokenize(
     parts = json.dumps([FORMAT_VERSION, tokenizer.identity, corpus.stamp()])
     key = hashlib.sha256(parts.encode()).hexdigest()[:32]
     for folder in (cache, *other_caches):
-        token_file = _find_in_cache(folder, key)
+        token_file = _token_file_in(folder, key)
         if token_file is not None:
             return token_file
     try:
@@ -166,10 +166,10 @@ def tokenize(
             "Choose a run.folder that can be written"
         ) from error
     remove_abandoned(cache, now_s=time.time())
-    return _write(corpus, tokenizer, cache, key, tell or (lambda activity, num_done, num_all: None))
+    return _tokenize_into_cache(corpus, tokenizer, cache, key, tell or (lambda activity, num_done, num_all: None))
 
 
-def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
+def _token_file_in(cache: Path, key: str) -> TokenFile | None:
     """Return the cached tokens; nothing where they are missing or damaged, so that they are made again."""
     path = cache / f"{key}.tokens"
     try:
@@ -184,7 +184,15 @@ def _find_in_cache(cache: Path, key: str) -> TokenFile | None:
     return TokenFile(path, manifest)
 
 
-def _write(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Tell) -> TokenFile:
+def _tokenize_into_cache(corpus: Corpus, tokenizer: Tokenizer, cache: Path, key: str, tell: Tell) -> TokenFile:
+    """Tokenize a corpus into a file in the cache folder, under the name `key`; return the file.
+
+    Tokens are written under another name first, and the manifest last, so that a file with a manifest is whole. Equal
+    documents are kept once.
+
+    Raises:
+        ConfigError: the corpus has no text or no tokens, or a document cannot be read.
+    """
     sources = _distinct_documents(corpus, tell)
     if not len(sources):
         raise ConfigError(

@@ -61,7 +61,7 @@ def measure_channels(
     """
     local_channels = []
     for sender, receiver in channels:
-        Control(transport).all_gather_object(None)  # nobody else talks meanwhile
+        Control(transport).all_gather_object(None)  # all wait for the rank before
         if transport.rank == sender:
             local_channels.append(asdict(_measure_channel(transport, receiver, num_bytes, device)))
         elif transport.rank == receiver:
@@ -130,9 +130,10 @@ def _shares(seconds: Sequence[float], sizes: Sequence[float], layers_of_stage: S
 
 
 def measure_exchanges(pipeline: Pipeline) -> Exchanges | None:
-    """Measure the exchanges of a pipeline's replicas; None where it has one. A collective, between two steps.
+    """Measure what the replicas of a pipeline exchange (weights and gradients); None where there is one replica.
 
-    Gradients are gone afterwards.
+    Every rank calls it, between two steps; gradients are gone afterwards. The ranks of a pipeline measure one after
+    another, each with its replicas, so that no other messages are on their way.
     """
     control, device = pipeline.control, pipeline.device
     data = control.places.data
@@ -140,16 +141,18 @@ def measure_exchanges(pipeline: Pipeline) -> Exchanges | None:
         return None
     measurements: dict[str, Any] = {}
     for rank in range(control.transport.num_ranks):
-        control.all_gather_object(None)  # nobody else talks meanwhile
+        control.all_gather_object(None)  # all wait for the rank before
         if rank == control.transport.rank:
             measurements = {"link": _measure_link(control, data, device), "stages": {}}
             for unit in pipeline.units:
                 measurements["stages"] |= _measure_unit(control, unit, device)
     reports: list[Any] = control.all_gather_object(measurements)
+    # Of the replicas of a stage, the latest counts: [num_stages, 2] seconds of a gather and of a reduction.
     seconds = np.array([
         [_latest_s([report["stages"][name][kind] for report in reports if name in report["stages"]]) for kind in (0, 1)]
         for name in map(str, range(pipeline.program.num_stages))
     ])  # fmt: skip
+    # Messages of two sizes give latency and bandwidth.
     small_s, large_s = np.min([report["link"] for report in reports], axis=0).tolist()
     sent_bytes = (data.num_ranks - 1) * (LARGE_BYTES - SMALL_BYTES)
     return Exchanges(

@@ -72,8 +72,8 @@ def measure_layers(
 
     `args` and `kwargs` are what `Pipeline.step` takes, of one microbatch. Layers may be modules or callables that build
     one, as there; parameters, gradients, buffers and random numbers are afterwards as they were before. Where
-    torch.distributed is initialised, or wires are passed, every rank of the group calls it: the first one measures, and
-    all get its times, since a split is the same on all ranks.
+    torch.distributed is initialised, or a `transport` is passed, every rank of the group calls it: the first one
+    measures, and all get its times, since a split is the same on all ranks.
 
     Raises:
         PartitionError: no layers, or one that is neither a module nor builds one.
@@ -84,30 +84,30 @@ def measure_layers(
         raise PartitionError("there are no layers to measure; pass those that Pipeline is to get")
     if num_rounds < 1:
         raise ConfigError(f"{num_rounds} is out of range; expected a whole number, 1 or larger", key="num_rounds")
-    own_device = device or default_device(group)
+    measuring_device = device or default_device(group)
 
     def measure() -> dict[str, Any]:
         binding = batch_binding(layers)
         batch = (tuple(args), dict(kwargs or {})) if binding is None else binding.bind(args, kwargs or {})
-        moved_args, moved_kwargs = map_leaves(partial(_to, own_device), batch)
-        walk = _Walk(moved_args, moved_kwargs, own_device, num_rounds, clock)
-        return asdict(walk.times(layers, _last_call(loss, target, own_device)))
+        moved_args, moved_kwargs = map_leaves(partial(_to, measuring_device), batch)
+        walk = _Walk(moved_args, moved_kwargs, measuring_device, num_rounds, clock)
+        return asdict(walk.times(layers, _last_call(loss, target, measuring_device)))
 
-    wires = transport or default_transport(group, MAX_WAIT_S, device=device)
+    rank_transport = transport or default_transport(group, MAX_WAIT_S, device=device)
 
     def error_of(failure: Failure) -> Exception:
         return failure.local_error or PipelineError(
-            f"rank {wires.rank}: rank 0 could not measure the layers, which all ranks are split by: "
+            f"rank {rank_transport.rank}: rank 0 could not measure the layers, which all ranks are split by: "
             f"{failure.kind}: {failure.text}. See its output; or give weights or a split without measuring",
             rank=0,
         )
 
     try:
-        # Rank 0 tells the others also if it fails: they wait for it.
-        received = Control(wires).on_rank_0(measure, error_of)
+        # If rank 0 fails, the other ranks, which wait for its times, must hear of it.
+        received = Control(rank_transport).on_rank_0(measure, error_of)
     finally:
         if transport is None:
-            wires.close()
+            rank_transport.close()
     return LayerTimes(**{name: tuple(values) for name, values in received.items()})
 
 

@@ -76,7 +76,10 @@ class StoredTimes(Section):
 def choose_split(
     config: RunConfig, layers: Sequence[LayerSpec], dataset: Dataset, folder: RunFolder, transport: Transport
 ) -> SplitRule:
-    """Return what `pipeline.split` asks for; every rank calls it, and all use what rank 0 keeps or measures.
+    """Return how layers are split over stages, as `pipeline.split` says; every rank calls it, and all get the same.
+
+    `declared` goes by the weights that layers declare, `even` by equal weights, `measured` by times that rank 0
+    measures or has kept in the run's folder; else the setting lists layers per stage.
 
     Raises:
         FormatError, PenstockError: on every rank, if kept times cannot be read, or new ones not be written.
@@ -91,6 +94,7 @@ def choose_split(
             times, is_kept = times_of_layers(config, layers, dataset, folder, transport)
         case sizes:
             return SplitRule(split=sizes)
+    # New times are kept, so that a run that continues has the same split.
     path = folder.path / LAYER_TIMES
     note = f"split by what layers take of a microbatch, {format_seconds(sum(times.weights))} in all"
     if is_kept:

@@ -37,15 +37,15 @@ def build_optimizer(
     embeddings: Collection[str] = (),
     device: torch.device | None = None,
 ) -> Optimizer:
-    """Make the optimizer of one rank's parameters; a rank without any gets one that does nothing.
+    """Make the optimizer of one rank's parameters; a rank without parameters gets one that steps none.
 
-    Which group a parameter is in depends on its shape and on whether its name is among the `embeddings` alone, so the
-    copies of a tied weight on several ranks are decayed alike and stay equal. With `has_main_weights`, it steps float32
-    copies of the parameters.
+    Weight decay applies by the shape of a parameter, and by whether its name is among the `embeddings`: so the copies
+    of a tied weight on several ranks are decayed alike and stay equal. With `has_main_weights`, it steps float32 copies
+    of the parameters. The user's options win over the settings of the run.
     """
-    groups = _groups(named_parameters, options, embeddings)
+    groups = _parameter_groups(named_parameters, options, embeddings)
     torch_class = optimizer_class(options)
-    accepted_arguments = _arguments_of(torch_class)
+    accepted_arguments = _arguments_by_name(torch_class)
     arguments: dict[str, Any] = {"lr": options.learning_rate}
     if "betas" in accepted_arguments:
         arguments["betas"] = (options.beta1, options.beta2)
@@ -72,7 +72,9 @@ def optimizer_class(options: OptimizerSection) -> Any:
 
 
 def check_optimizer(options: OptimizerSection, *, is_sharded: bool = False) -> None:
-    """Refuse a class of torch.optim, or options of one, that cannot train; nothing of a run is touched.
+    """Refuse a class of torch.optim, or options of one, that cannot train.
+
+    A step is tried on a matrix and a vector, so that torch refuses what it does not take before the run begins.
 
     Raises:
         ConfigError: an unknown class or option, an option that has a key of its own, or what torch refuses.
@@ -98,7 +100,7 @@ def check_optimizer(options: OptimizerSection, *, is_sharded: bool = False) -> N
         ) from error
 
 
-def _groups(
+def _parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerSection, embeddings: Collection[str]
 ) -> list[dict[str, Any]]:
     """Put parameters that decay into one group and the rest into another; an empty group is left out if it can be."""
@@ -108,7 +110,7 @@ def _groups(
         is_matrix = parameter.dim() >= 2 or options.decay_vectors
         return is_matrix and (options.decay_embeddings or name not in embeddings)
 
-    has_decay = "weight_decay" in _arguments_of(optimizer_class(options))
+    has_decay = "weight_decay" in _arguments_by_name(optimizer_class(options))
     groups: list[dict[str, Any]] = []
     for is_decayed, decay in ((True, options.weight_decay), (False, 0.0)):
         group_params = [named_param for named_param in trained_params if decays(*named_param) is is_decayed]
@@ -117,7 +119,7 @@ def _groups(
 
 
 def _refuse_unknown_options(torch_class: Any, options: OptimizerSection) -> None:
-    accepted_names = [name for name in _arguments_of(torch_class) if name not in KEYS]
+    accepted_names = [name for name in _arguments_by_name(torch_class) if name not in KEYS]
     for name in options.options:
         key = f"optimizer.options.{name}"
         if name in KEYS:
@@ -132,7 +134,7 @@ def _refuse_unknown_options(torch_class: Any, options: OptimizerSection) -> None
 
 def _refuse_unused_keys(torch_class: Any, options: OptimizerSection) -> None:
     """Refuse a key that was changed although the class does not take it."""
-    accepted_arguments = _arguments_of(torch_class)
+    accepted_arguments = _arguments_by_name(torch_class)
     is_taken = {name: name in accepted_arguments for name in KEYS} | {"eps": _takes_epsilon(accepted_arguments)}
     for name, keys in KEYS.items():
         for key in keys:
@@ -149,13 +151,13 @@ def _implementation(
     if parameters and all(map(is_dtensor, parameters)):
         # By default torch loops over these, and calls for each of them take a millisecond.
         implementations += ["foreach", "fused"]
-    accepted_arguments = _arguments_of(torch_class)
+    accepted_arguments = _arguments_by_name(torch_class)
     if {"fused", "foreach", "differentiable"} & set(options.options):
         return {}
     return next(({name: True} for name in implementations if name in accepted_arguments), {})
 
 
-def _arguments_of(torch_class: Any) -> Mapping[str, inspect.Parameter]:
+def _arguments_by_name(torch_class: Any) -> Mapping[str, inspect.Parameter]:
     """Return the arguments of a class, but for the parameters to train."""
     return {name: argument for name, argument in inspect.signature(torch_class).parameters.items() if name != "params"}
 

@@ -11,7 +11,7 @@ Table = dict[str, object]
 
 
 def read_toml(path: Path) -> Table:
-    """Read a TOML file.
+    """Return the table that a TOML file holds, as plain dictionaries and values.
 
     Raises:
         ConfigError: the file is missing or cannot be read.

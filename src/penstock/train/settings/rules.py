@@ -59,7 +59,11 @@ def _batch_problems(config: Sections) -> Iterator[Problem]:
 
 
 def _ramp_problems(config: Sections) -> Iterator[Problem]:
-    """Yield the problem of the number of batches of an optimizer step: one key says it, and a ramp-up ends at it."""
+    """Yield what is wrong with the number of batches in an optimizer step: key and text.
+
+    One of batch.accumulate, samples and tokens says how large a step is in the end. With a ramp-up, it grows to that
+    from batch.ramp_from batches within batch.ramp_steps steps.
+    """
     batch, tokens = config.batch, config.batch.size * config.batch.length
     is_set_by_key = {"accumulate": batch.accumulate > 1, "samples": batch.samples > 0, "tokens": batch.tokens > 0}
     keys_set = [name for name, is_set in is_set_by_key.items() if is_set]
@@ -69,22 +73,22 @@ def _ramp_problems(config: Sections) -> Iterator[Problem]:
     for name, value, unit in (("samples", batch.samples, batch.size), ("tokens", batch.tokens, tokens)):
         if value % unit:
             size = "batch.size" if name == "samples" else "batch.size * batch.length"
-            near = value - value % unit
-            hint = f"{near} or {near + unit}" if near else str(unit)
+            multiple_below = value - value % unit
+            hint = f"{multiple_below} or {multiple_below + unit}" if multiple_below else str(unit)
             yield f"batch.{name}", f"{value} is not a multiple of {size} = {unit}; use {hint}"
             return
-    full = max(batch.accumulate, batch.samples // batch.size, batch.tokens // tokens)
-    if full > MOST_BATCHES:
+    num_batches = max(batch.accumulate, batch.samples // batch.size, batch.tokens // tokens)
+    if num_batches > MOST_BATCHES:
         name = keys_set[0]
         unit = {"accumulate": 1, "samples": batch.size, "tokens": tokens}[name]
-        problem = f"{full} batches in one optimizer step take too long; use at most {MOST_BATCHES * unit}"
+        problem = f"{num_batches} batches in one optimizer step take too long; use at most {MOST_BATCHES * unit}"
         yield f"batch.{name}", problem
         return
     if bool(batch.ramp_from) != bool(batch.ramp_steps):
         key, missing_key = ("ramp_from", "ramp_steps") if batch.ramp_from else ("ramp_steps", "ramp_from")
         yield f"batch.{key}", f"a ramp-up needs batch.{missing_key} too; set both, or neither"
-    elif batch.ramp_from > full:
-        yield "batch.ramp_from", f"{batch.ramp_from} batches are more than the {full} that it grows to"
+    elif batch.ramp_from > num_batches:
+        yield "batch.ramp_from", f"{batch.ramp_from} batches are more than the {num_batches} that it grows to"
 
 
 def _precision_problems(config: Sections) -> Iterator[Problem]:
@@ -202,6 +206,7 @@ def _source_problems(config: Sections) -> Iterator[Problem]:
 
 
 def _data_problems(config: Sections) -> Iterator[Problem]:
+    """Yield what is wrong with the settings of data, evaluation and tokenizer: key and text."""
     data, model, run = config.data, config.model, config.run
     if model.source and data.packing == "documents":
         yield "data.packing", "'documents' is for the decoder, which takes positions; use 'windows' or 'none'"

@@ -105,7 +105,10 @@ class ShareLines:
 
 
 def step_line(metrics: StepMetrics, pace: Pace, *, num_steps: int) -> str:
-    """Return one line for people, with what matters most first: a narrow terminal cuts its end."""
+    """Return one line on a step for people, with what matters most first: a narrow terminal cuts its end.
+
+    `pace` has what is averaged over recent steps: tokens per second, time left and MFU.
+    """
     outcome = metrics.outcome
     bubble = MISSING if metrics.bubble_fraction is None else f"{metrics.bubble_fraction:.1%}"
     parts = [
