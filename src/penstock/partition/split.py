@@ -63,8 +63,8 @@ def split_over(
         if len(lengths) == 1:
             raise
         raise PartitionError(f"{error} (stages of one of the schedule's {len(lengths)} copies of the model)") from error
-    place_of_stage = {stage: place for route in placement.routes for place, stage in enumerate(route)}
-    return tuple(parts[place_of_stage[stage]] for stage in range(placement.num_stages))
+    position_of_stage = {stage: position for route in placement.routes for position, stage in enumerate(route)}
+    return tuple(parts[position_of_stage[stage]] for stage in range(placement.num_stages))
 
 
 def split_layers(
@@ -134,7 +134,8 @@ def describe_split(
     ]
     rows = []
     row_of_stage = {int(index): row for row, indices in enumerate(stages_by_layers.values()) for index in indices}
-    counts = _sums_by_row(parameters.of_stage, row_of_stage)
+    # Numbers are by tuples of rows, since a parameter may be in several; here each tuple is one row.
+    counts = _numbers_by_row(parameters.of_stage, row_of_stage)
     for row, (label, stage, share) in enumerate(zip(labels, stages, shares, strict=True)):
         late_cell = [_late_share(late_shares, label)] if late_shares else []
         rows.append(
@@ -143,10 +144,8 @@ def describe_split(
     # Write the lines below the table.
     heaviest = max(range(len(shares)), key=lambda stage: shares[stage])
     ratio = shares[heaviest] * len(shares)
-    num_shared, num_copied = (
-        _sums_by_row(parameters.shared, row_of_stage),
-        _sums_by_row(parameters.copied, row_of_stage),
-    )
+    num_shared = _numbers_by_row(parameters.shared, row_of_stage)
+    num_copied = _numbers_by_row(parameters.copied, row_of_stage)
     last_lines = [
         f"heaviest: stage {labels[heaviest]}, {ratio:.2f} times the mean",
         *_lines_on_sharing("tied on one rank", num_shared, labels, "counted once"),
@@ -179,7 +178,9 @@ def split_text(sizes: Sequence[int]) -> str:
     return f"split into {len(sizes)} stages of {layers}"
 
 
-def _sums_by_row(numbers: Mapping[tuple[int, ...], int], row_of_stage: Mapping[int, int]) -> dict[tuple[int, ...], int]:
+def _numbers_by_row(
+    numbers: Mapping[tuple[int, ...], int], row_of_stage: Mapping[int, int]
+) -> dict[tuple[int, ...], int]:
     """Return numbers by rows instead of stages; of copies of one stage, the largest, and none of a row with itself."""
     number_of_rows: dict[tuple[int, ...], int] = {}
     for stages, number in numbers.items():

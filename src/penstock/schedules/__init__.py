@@ -122,11 +122,8 @@ def build(
     Raises:
         ConfigError: for an unknown name or option, a count below 1, or a shape that the family refuses.
     """
-    ranks, microbatches, slices = (
-        _require_count("ranks", ranks),
-        _require_count("microbatches", microbatches),
-        _require_count("slices", slices),
-    )
+    ranks, microbatches = _require_count("ranks", ranks), _require_count("microbatches", microbatches)
+    slices = _require_count("slices", slices)
     if slices > MAX_SLICES:
         raise ConfigError(f"{slices} are too many; at most {MAX_SLICES:,} can be numbered, use fewer", key="slices")
     # None stands for a size that the caller leaves to the family or the function.

@@ -38,8 +38,7 @@ class RequestedSizes:
 
 
 def custom_schedule(function: ScheduleFunction, sizes: RequestedSizes, options: Mapping[str, object]) -> Schedule:
-    """Return the schedule of a user's function, called once for all ranks, or once per rank if it has a parameter
-    `rank`.
+    """Return the schedule whose rows a user's function gives, of all ranks or, if it has a parameter `rank`, of one.
 
     The function gets those of `sizes` (numbers of ranks, microbatches, stages and slices) and of `options` for which it
     has parameters. Options that every family takes (`COMMON`) need no parameter: they are applied to the schedule

@@ -278,10 +278,8 @@ def _stages_to_look_up(counts: _Counts) -> list[int]:
     if RANK in weight_counts:
         num_inputs_of_stage = {RANK: sum(num_inputs_of_stage.values())}
     for stage in num_inputs_of_stage | weight_counts:
-        num_inputs, num_weights = (
-            num_inputs_of_stage.get(stage, 0),
-            weight_counts[stage].size if stage in weight_counts else 0,
-        )
+        num_inputs = num_inputs_of_stage.get(stage, 0)
+        num_weights = weight_counts[stage].size if stage in weight_counts else 0
         if num_inputs != num_weights:
             name = "the rank" if stage == RANK else f"stage {stage}"
             raise ScheduleError(

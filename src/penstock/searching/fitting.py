@@ -148,7 +148,9 @@ def _bytes_of_parts(costs: LayerCosts, num_slices: int, shards: int) -> Array:
         sums = np.concatenate([[0.0], np.cumsum(values)])
         return np.asarray(sums[None, :] - sums[:, None])
 
-    outputs = np.concatenate([[0.0], of_layers("message_bytes")])  # of the layer before each stop
+    # A message is the output of the last layer, before `stop`. A checkpoint is the input of the first layer: by default
+    # as large as the output of the layer before it.
+    outputs = np.concatenate([[0.0], of_layers("message_bytes")])
     inputs = np.append(of_layers("checkpoint_bytes"), 0.0) if costs.checkpoint_bytes else outputs
     activation = summed(of_layers("activation_bytes"))
     static_of_layers = sum(of_layers(name) for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"))

@@ -81,8 +81,8 @@ def claimed(config: RunConfig, start: Start = Start.BY_RULE) -> Iterator[tuple[R
             stack.callback(remove_empty, folder.missing_folders())
             lock = _take(choice)
             if lock is None:
-                stack.pop_all()
-                continue  # the new folder belongs to another process that was quicker
+                stack.pop_all()  # another process made the folder first, so it must not be removed
+                continue
             stack.callback(_release, folder, lock)
             if start in (Start.BY_RULE, Start.RESUME) and _obstacle(choice.path, config):
                 continue  # another run began and ended between the look and the lock

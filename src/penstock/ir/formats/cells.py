@@ -130,8 +130,8 @@ def parse_cells(ranks: Iterable[Sequence[str]], fail: Fail) -> Cells:
     """Read the cells of every rank, such as `2F0` (stage 2, forward, microbatch 0), into columns of numbers.
 
     A cell is an action, an instruction or a pair of overlapped actions, without blanks around it. Rows of all ranks
-    stand one after another in the columns; `offsets` [num_ranks + 1] says where each rank begins. `fail(problem, rank,
-    cell, character)` makes the error for a place.
+    stand one after another in the columns; `offsets` [num_ranks + 1] says where each rank begins. `number` is the
+    microbatch or, of a tied reduction, the group. `fail(problem, rank, cell, character)` makes the error for a place.
 
     Raises:
         FormatError: made by `fail`, for a cell that is no action, instruction or pair, and for too large numbers.
@@ -262,12 +262,12 @@ def infer_layout(cells: Cells, fail: Fail) -> dict[str, Any]:
     num_slices = int(cells.slice.max()) + 1
     if problem := too_sparse(len(cells.op), len(rank_of_stage), num_microbatches, num_slices):
         raise fail(problem, *cells.place(largest))
-    placement, routes = _match_placement(cells, rank_of_stage, rows_with_microbatch, num_microbatches)
+    placement, route_of_microbatch = _match_placement(cells, rank_of_stage, rows_with_microbatch, num_microbatches)
     return {
         "placement": placement,
         "num_microbatches": num_microbatches,
         "num_slices": num_slices,
-        "route_of_microbatch": routes,
+        "route_of_microbatch": route_of_microbatch,
     }
 
 

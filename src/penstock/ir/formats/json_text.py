@@ -31,8 +31,8 @@ _SCHEDULE_KEYS = (
     "format", "version", "name", "placement", "microbatches", "slices", "route_of_microbatch", "ranks",
 )  # fmt: skip
 _PROGRAM_KEYS = (*_SCHEDULE_KEYS, "tied_groups", "peers", "slots")
-_OMITS = "omits_reductions"
-_UNITS = "units"
+_OMITS_KEY = "omits_reductions"
+_UNITS_KEY = "units"
 """Two keys that only those programs have of which they say something."""
 _PLACEMENT_KEYS = ("style", "rank_of_stage", "routes")
 
@@ -56,8 +56,8 @@ def program_to_json(program: Any) -> str:
             "peers": [program.peer[rows].tolist() for rows in program.ranks],
             "slots": [program.slot[rows].tolist() for rows in program.ranks],
         }
-        | ({_UNITS: program.units} if program.units else {})
-        | ({_OMITS: True} if program.omits_reductions else {})
+        | ({_UNITS_KEY: program.units} if program.units else {})
+        | ({_OMITS_KEY: True} if program.omits_reductions else {})
     )
 
 
@@ -85,13 +85,13 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
         FormatError: the text is no JSON, a key is missing or unknown, or a value does not fit.
     """
     reader = JsonReader(file)
-    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS, _UNITS))
-    if document.get(_OMITS, True) is not True:
-        raise reader.fail(_OMITS, f"{_shown(document[_OMITS])} does not fit; expected true, or no such key")
+    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS_KEY, _UNITS_KEY))
+    if document.get(_OMITS_KEY, True) is not True:
+        raise reader.fail(_OMITS_KEY, f"{_shown(document[_OMITS_KEY])} does not fit; expected true, or no such key")
     cells, fields = reader.table(document)
     num_stages = fields["placement"].num_stages
     groups = reader.number_lists(document["tied_groups"], "tied_groups", num_stages - 1)
-    units = reader.number_lists(document.get(_UNITS, []), _UNITS, num_stages - 1)
+    units = reader.number_lists(document.get(_UNITS_KEY, []), _UNITS_KEY, num_stages - 1)
     # A tied reduction names a tied group as its peer, and any other instruction a stage.
     peer = reader.column(document["peers"], "peers", cells)
     is_tied = cells.op == Op.REDUCE_TIED
@@ -112,7 +112,7 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
         "units": tuple(map(tuple, units)),
         "peer": peer,
         "slot": reader.column(document["slots"], "slots", cells),
-        "omits_reductions": _OMITS in document,
+        "omits_reductions": _OMITS_KEY in document,
     }
 
 
@@ -188,7 +188,7 @@ class JsonReader:
             problem = f"this is no JSON: {error.msg}; expected one object"
             raise FormatError(problem, file=self._file, line=error.lineno, column=max(error.colno, 1)) from None
         document: dict[str, Any] = self.require(dict, value, "$", "object; expected one with the keys of a schedule")
-        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS, _OMITS, _UNITS)
+        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS, _OMITS_KEY, _UNITS_KEY)
         if "\\" in text or any(text.count(f'"{key}"') > 1 for key in keys):
             json.loads(text.removeprefix("\ufeff"), object_pairs_hook=self._refuse_repeated)  # orjson keeps the last
         return document

@@ -252,7 +252,7 @@ class Frame:
         self.course = course
         versions_before = versions_of(self._unsaved_buffers)
         with self._with_tensors(tensors), generator_scope, course.missing or nullcontext():
-            if course.missing is not None:
+            if course.missing is not None:  # follow what the forward computes from parameters of other parts
                 for name in set(self._saved_names) - tensors.keys():
                     course.missing.mark(tensor_of(self.model, name), name)
             if course.start is not None:
@@ -260,8 +260,8 @@ class Frame:
             self._set_training(is_training)
             try:
                 output = call(self.model)
-                has_ended = True
-            except _Stopped as stopped:
+                has_ended = True  # the forward came to its own end
+            except _Stopped as stopped:  # the forward came to the point at which the part ends
                 output, has_ended = stopped.output, False
             finally:
                 self._set_training(False)

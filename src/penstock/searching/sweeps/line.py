@@ -124,8 +124,7 @@ def _count_forwards(columns: Columns, sweep: Sweep, timing: Timing, ends_before_
             forwards[rank] += 1
         input_start_s = free_s if free_s > gradient_arrival_s else gradient_arrival_s
         input_end_s = input_start_s + columns.seconds[first_input]
-    # A rank runs one F fewer than the rank before it, as in 1F1B: the rank before it needs the time of one more F until
-    # the gradient has come one rank further. A rank that has run all its microbatches otherwise takes the same number.
+    # A rank runs one F fewer than the rank before it, but as many where these are all its microbatches.
     for rank in range(1, sweep.num_ranks):
         max_forwards = forwards[rank - 1]
         if max_forwards > 0 and sweep.num_run[FORWARD, rank] + forwards[rank] < sweep.num_microbatches:
@@ -149,8 +148,8 @@ def _choose_forwards(columns: Columns, sweep: Sweep, timing: Timing, prefers_inp
 def _delays_input(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> bool:
     """Return whether a rank should leave out its next F, because the F would delay the rank's next I.
 
-    It should not where idling until that I would make the rank the one that idles most. It never should where the next
-    rank has run as many F, but for one, since the next rank would then run dry.
+    It should keep the F where the next rank would soon have no F to run (it has run as many, or one fewer), and where
+    idling until the I would make this rank the one that idles most.
     """
     next_rank = rank + 1
     if sweep.num_run[FORWARD, rank] < sweep.num_run[FORWARD, next_rank] + 2:

@@ -136,14 +136,14 @@ def measure_exchanges(pipeline: Pipeline) -> Exchanges | None:
     another, each with its replicas, so that no other messages are on their way.
     """
     control, device = pipeline.control, pipeline.device
-    data = control.places.data
-    if data is None:
+    replica_transport = control.places.data
+    if replica_transport is None:
         return None
     measurements: dict[str, Any] = {}
     for rank in range(control.transport.num_ranks):
         control.all_gather_object(None)  # all wait for the rank before
         if rank == control.transport.rank:
-            measurements = {"link": _measure_link(control, data, device), "stages": {}}
+            measurements = {"link": _measure_link(control, replica_transport, device), "stages": {}}
             for unit in pipeline.units:
                 measurements["stages"] |= _measure_unit(control, unit, device)
     reports: list[Any] = control.all_gather_object(measurements)
@@ -154,10 +154,10 @@ def measure_exchanges(pipeline: Pipeline) -> Exchanges | None:
     ])  # fmt: skip
     # Messages of two sizes give latency and bandwidth.
     small_s, large_s = np.min([report["link"] for report in reports], axis=0).tolist()
-    sent_bytes = (data.num_ranks - 1) * (LARGE_BYTES - SMALL_BYTES)
+    sent_bytes = (replica_transport.num_ranks - 1) * (LARGE_BYTES - SMALL_BYTES)
     return Exchanges(
-        replicas=data.num_ranks,
-        shards=data.num_ranks if pipeline.options.is_sharded else 1,
+        replicas=replica_transport.num_ranks,
+        shards=replica_transport.num_ranks if pipeline.options.is_sharded else 1,
         unshard_s=tuple(seconds[:, 0].tolist()),
         reduce_s=tuple(seconds[:, 1].tolist()),
         replica_latency_s=small_s,
