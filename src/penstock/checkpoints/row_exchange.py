@@ -28,9 +28,9 @@ def exchange_rows(
     """Fill `targets`, which have this replica's rows already, with the rows of the other replicas.
 
     Each tensor is split by rows over the replicas, and one replica writes it whole into a checkpoint.
-    `tensors_by_replica[replica]` has this replica's rows of the tensors that `replica` writes, in an order that all
-    replicas agree on; `targets` are in the order of `tensors_by_replica[transport.rank]`. Every replica calls it.
-    Messages are in the memory of `device`, and cut into pieces of bounded size.
+    `tensors_by_replica[replica]` has this replica's rows (`local`) of the tensors that `replica` writes, in an order
+    that all replicas agree on; `targets` are in the order of `tensors_by_replica[transport.rank]`. Every replica calls
+    it. Messages are in the memory of `device`, and cut into pieces of bounded size.
 
     Raises: PeerLost, DeadlineExceeded.
     """

@@ -129,7 +129,7 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
     # save.
     content, descriptions, _ = gather_content(pipeline, None)
     units = _owned_units(pipeline, format, descriptions)
-    files = _files(folder, format, units, token)
+    files = _planned_files(folder, format, units, token)
     num_bytes = sum(shard.num_bytes for shard in files.shards)
     local_shards = [shard for shard in files.shards if shard.rank == control.rank]
     staged: Mapping[str, Tensor] = {}
@@ -150,7 +150,7 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
         if control.rank == 0:
             _publish(files)
 
-    with _removing(files.further, *(shard.partial for shard in local_shards)):
+    with _removing_leftovers(files.further, *(shard.partial for shard in local_shards)):
         # No rank gives files their names before all ranks have written theirs.
         for action in (write, publish):
             run_together(control, action, num_bytes=num_bytes, path=folder, error_type=NotSaved)
@@ -165,8 +165,8 @@ def save_tensors(
     """
     units = format.units(tensors)
     format.require_all([name for unit in units for name in unit["names"]])
-    files = _files(folder, format, [units], uuid4().hex)
-    with _removing(files.further, *(shard.partial for shard in files.shards)):
+    files = _planned_files(folder, format, [units], uuid4().hex)
+    with _removing_leftovers(files.further, *(shard.partial for shard in files.shards)):
         for shard in files.shards:
             files.write(shard, read)
         files.write_further()
@@ -222,7 +222,7 @@ def _require_all(format: WeightFormat, units: Sequence[Sequence[ConversionUnit]]
             makers[name] = unit["names"]
 
 
-def _files(folder: Path, format: WeightFormat, units: Sequence[Sequence[ConversionUnit]], token: str) -> _Files:
+def _planned_files(folder: Path, format: WeightFormat, units: Sequence[Sequence[ConversionUnit]], token: str) -> _Files:
     """Return the files of all ranks, the same on every rank; `units` has those that each rank saves.
 
     Small weights become one file: the shards of all ranks then have the same path, and `_merge` puts them together.
@@ -297,7 +297,7 @@ def _merge(path: Path, files: _Files) -> None:
         os.replace(files.shards[0].partial, path)
         return
     partial = path.with_name(f"{path.name}.{files.token}{PARTIAL_SUFFIX}")
-    with _removing(partial):
+    with _removing_leftovers(partial):
         parts = [read_tensors(shard.partial, shard.entries) for shard in files.shards]
         write_tensors(partial, {name: tensor for part in parts for name, tensor in part.items()})
         os.replace(partial, path)
@@ -317,7 +317,7 @@ def _rename(files: _Files) -> None:
 
 
 @contextmanager
-def _removing(*paths: Path) -> Iterator[None]:
+def _removing_leftovers(*paths: Path) -> Iterator[None]:
     """Remove these files and folders when the block ends, as far as they are still there."""
     try:
         yield

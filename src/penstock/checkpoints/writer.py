@@ -115,7 +115,8 @@ class CheckpointWriter:
                 raise NotSaved(f"keep: {described(keep)}; expected a number of checkpoints, or 0 for all")
             return step, _json_of(extra_values), random_state(self._pipeline.device)
 
-        # All ranks describe their tensors, and must agree on the step and on `extra`.
+        # All ranks describe their tensors, and must agree on the step and on `extra`; the third fact of a rank is its
+        # random state, which may differ.
         content, descriptions, facts = gather_content(self._pipeline, self._optimizer, check_and_describe)
         for argument, values in zip(("step", "`extra`"), zip(*facts, strict=True), strict=False):
             require_equal_on_ranks(argument, values, self.folder.path, control.names)

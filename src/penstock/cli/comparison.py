@@ -257,7 +257,7 @@ def _figures(compared: ComparedSchedules, index: int) -> str:
 
 
 def _writers(compared: ComparedSchedules) -> dict[Column, Callable[[int, Comparison], str]]:
-    """Return the columns of the table, each with the function that writes its cell of a row, by the row's index."""
+    """Return the function that writes each column's cell of a row, by column; it gets the row's index and the row."""
     counts = {row.num_microbatches for row in compared.comparisons}
     has_copies = any(row.num_copies > 1 for row in compared.comparisons)
     writers: dict[Column, Callable[[int, Comparison], str]] = {

@@ -63,6 +63,7 @@ def place_gathers(program: Program, residency: int | None = 2, look_ahead: int =
     # A stay is the time from a gather of a unit until it is dropped.
     stays = _choose_stays(program, first_row, unit, second_unit, most_units, look_ahead)
     last_row = first_row[stays.last]
+    # The key of a new row says before or after which row it is inserted.
     key = np.concatenate([
         NewRows.before(first_row[stays.gather]),
         NewRows.after(behind_sends(program, last_row + program.joined[last_row])),

@@ -170,10 +170,8 @@ class Model:
         """
         problem, add = self.problem, self.constraints.add
         forward = problem.plane(np.arange(problem.num_actions), FORWARD)
-        ticks_per_hop, seconds = (
-            _ticks_from_stage_before(problem),
-            problem.plane(problem.seconds, FORWARD).astype(np.int64),
-        )
+        ticks_per_hop = _ticks_from_stage_before(problem)
+        seconds = problem.plane(problem.seconds, FORWARD).astype(np.int64)
         arrivals, least_arrivals = np.cumsum(ticks_per_hop, axis=0), np.cumsum(ticks_per_hop.min(axis=1))
         step = max(int(seconds.mean()) // STEPS, 1)
         latest_begin = self._horizon + step + lost

@@ -180,14 +180,14 @@ def _times_of_ranks(costs: LayerCosts, program: Program, is_there: Sequence[bool
     factors = factor if (factor != 1).any() else None
     static = np.zeros((program.num_ranks, num_parts))
     columns: list[dict[tuple[int, int], Array]] = [{} for _ in range(program.num_ranks)]
-    stages_of_part = np.zeros((num_parts, num_stages), np.int64)
+    is_stage_of_part = np.zeros((num_parts, num_stages), np.int64)
     for route in placement.routes:
-        stages_of_part[range(num_parts), route] = 1  # both copies of a part have the same layers
-    for part, is_of_part in enumerate(stages_of_part):
-        static[:, part] = StageBytes.of(num_stages, static=is_of_part).static_of_ranks(placement)
+        is_stage_of_part[range(num_parts), route] = 1  # both copies of a part have the same layers
+    for part, is_stage in enumerate(is_stage_of_part):
+        static[:, part] = StageBytes.of(num_stages, static=is_stage).static_of_ranks(placement)
     # Count each size of each part by itself: a size of 1 for the part's stages and 0 for all others.
     for part, index in product(range(num_parts), np.flatnonzero(is_there[: len(ALIVE)]).tolist()):
-        sizes = replace(StageBytes.of(num_stages, **{ALIVE[index]: stages_of_part[part]}), microbatch_factor=factors)
+        sizes = replace(StageBytes.of(num_stages, **{ALIVE[index]: is_stage_of_part[part]}), microbatch_factor=factors)
         num_held = live_shares(program, sizes)
         for rank, rows in enumerate(program.ranks):
             if num_held[rows].any():  # a rank holds sizes of few parts, so that few columns are kept

@@ -89,8 +89,8 @@ def timeline_from_json(text: str, file: str) -> dict[str, Any]:
     message_bytes = reader.numbers(document["message_bytes"], "message_bytes", _MAX_BYTES)
     times = {name: reader.seconds(document[name], name) for name in ("start_s", "end_s")}
     layer_weights = reader.entries(document, "layer_weights", partial(reader.second, least=0.0))
+    # Per list, its length and the one that the program asks for; message bytes, layers and prologues may be left empty.
     lengths = {
-        # Compare the length of each list with what the program asks for; a list that may be empty must then be empty.
         "start_s": (len(times["start_s"]), num_rows),
         "end_s": (len(times["end_s"]), num_rows),
         "message_bytes": (len(message_bytes), num_stages if message_bytes else 0),

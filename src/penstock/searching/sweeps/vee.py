@@ -68,7 +68,7 @@ def _sweep_vee(
     if not _warm_up(columns, sweep, timing, num_spare):
         return False
     # In each round every rank runs one input gradient and then one forward, until all input gradients have run. A round
-    # in which nothing runs would repeat for ever.
+    # in which nothing runs ends the sweep, since all further rounds would be like it.
     while sweep.num_run[INPUT, 0] < sweep.num_microbatches or sweep.num_run[INPUT, num_ranks] < sweep.num_microbatches:
         length = sweep.length[0]
         if not _run_inputs(columns, sweep, timing, fills_inputs, stages):
