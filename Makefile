@@ -32,7 +32,7 @@ test-full: environment-dev
 # Loses ranks of 50 runs at random instants, 20 of which have replicas and shards; `make test-all` has 2 such cases, and others that lose a rank. It takes
 # about 15 minutes on two cores.
 test-faults: environment-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --cases 50
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.kills --cases 50
 
 check: environment-dev
 	scripts/check

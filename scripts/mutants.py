@@ -153,11 +153,11 @@ def find(mutant: Mutant) -> tuple[Path, int] | None:
 def selections(path: Path) -> Iterator[list[str]]:
     """List tests of a file: its own, those of its folder, and those that name its module."""
     inner = path.relative_to(ROOT / PACKAGE)
-    folder = Path("tests") / inner.parent
+    folder = Path("tests") / (inner.parent if len(inner.parts) > 1 else "package")
     own = folder / f"test_{inner.stem.strip('_')}.py"
     if (ROOT / own).exists():
         yield [str(own)]
-    if folder != Path("tests") and (ROOT / folder).is_dir():
+    if (ROOT / folder).is_dir():
         yield [str(folder)]
     module = ".".join(["penstock", *inner.with_suffix("").parts])
     naming = re.compile(rf"{re.escape(module)}\b|{re.escape(inner.stem)}")

@@ -1,1 +1,6 @@
-"""The tests; the folders mirror src/penstock."""
+"""The tests.
+
+The folders mirror src/penstock (package/: its topmost files), but for acceptance/ (what a user sees, by subject),
+exactness/ and random_models/ (comparisons with one process over everything), emulated/ (a device without hardware),
+house/ (rules of the code), data/ and support/ (what tests share).
+"""

@@ -59,18 +59,18 @@ def pytest_configure(config):
 pytest_plugins = ["tests.emulated.fixtures"]
 
 LONGEST = (
-    "tests/test_gradients.py",
+    "tests/acceptance/steps/test_gradients.py",
     "tests/exactness/",
     "tests/random_models/",
-    "tests/test_soak.py",
-    "tests/test_pages.py",
-    "tests/test_compiled_steps.py",
-    "tests/test_shard_features.py",
+    "tests/acceptance/steps/test_soak.py",
+    "tests/acceptance/runs/test_pages.py",
+    "tests/acceptance/steps/test_compiled_steps.py",
+    "tests/acceptance/replicas/test_shard_features.py",
     "tests/execute/split/test_compiled_block.py",
 )
 """These begin first, so that at the end no worker has long to go while the other waits."""
 
-SPREAD = ("tests/test_gradients.py", "tests/test_shard_features.py")
+SPREAD = ("tests/acceptance/steps/test_gradients.py", "tests/acceptance/replicas/test_shard_features.py")
 """Their tests take half an hour and more together in a full run, and share nothing: any worker takes the next one."""
 
 
@@ -142,7 +142,7 @@ def rank_pool(num_ranks):
 
     @pytest.fixture(scope="session")
     def pool():
-        from tests.ranks import RankPool  # only here: it needs torch
+        from tests.support.ranks import RankPool  # only here: it needs torch
 
         with RankPool(num_ranks) as ranks:
             yield ranks

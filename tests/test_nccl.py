@@ -16,7 +16,7 @@ from penstock.errors import PeerLost
 from penstock.execute.transport import TorchTransport
 from tests.emulated.failing_steps import DEADLINE_S, Failing, train_around
 from tests.emulated.pipelines import FEATURES, Cell, train_over
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(90)]
 

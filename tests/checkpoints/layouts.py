@@ -16,7 +16,7 @@ from penstock.checkpoints.optimizer_state import MAIN_WEIGHT
 from penstock.execute.replicas.rows import Rows
 from penstock.pipeline import Pipeline
 from penstock.train.optimizing.main_weights import MainWeightOptimizer
-from tests.mesh_pipelines import on_mesh
+from tests.support.mesh_pipelines import on_mesh
 
 
 class Uneven(nn.Module):

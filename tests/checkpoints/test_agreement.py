@@ -9,7 +9,7 @@ from penstock.checkpoints.agreement import failing_as, longest_s, require_equal_
 from penstock.errors import CheckpointError, NotSaved, PenstockError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.rank_names import RankNames
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 
 def errors_of(failing_rank, failure, error_type):

@@ -7,7 +7,7 @@ from torch import nn
 from penstock.checkpoints.content import Content, file_name, names_in_checkpoint, owned_names
 from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 from tests.train.local_ranks import small_layers, small_pipeline
 
 

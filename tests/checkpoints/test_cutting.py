@@ -10,8 +10,8 @@ import penstock as ps
 from penstock.checkpoints import cutting
 from penstock.checkpoints.shards import read_tensors
 from penstock.errors import CheckpointError, ConfigError
-from tests.local_pipelines import on_ranks
 from tests.models.cutting.test_cut import Model, loss_of
+from tests.support.local_pipelines import on_ranks
 
 POINTS = ["blocks.*"]
 

@@ -17,7 +17,7 @@ from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.checkpoints.layouts import Layout, fill, forget, run, stepped, wrong
 from tests.checkpoints.training import adamw, assert_equal, train, train_on
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 from tests.train.local_ranks import on_small_pipelines, small_layers, small_pipeline
 
 

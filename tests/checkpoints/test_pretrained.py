@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from penstock.checkpoints.pretrained import files_of, find_weights, load_weights, require_weights
 from penstock.errors import CheckpointError
 from tests.checkpoints.training import assert_equal, train_on
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 from tests.train.local_ranks import on_small_pipelines, small_layers, small_pipeline
 
 

@@ -17,8 +17,8 @@ from penstock.checkpoints.writer import CheckpointWriter, save_checkpoint
 from penstock.errors import CheckpointError, NotSaved
 from penstock.pipeline import Pipeline
 from tests.checkpoints.layouts import Layout, adamw, fill, forget, run, stepped, uneven_layers
-from tests.local_pipelines import error_of
-from tests.mesh_pipelines import Job, on_mesh
+from tests.support.local_pipelines import error_of
+from tests.support.mesh_pipelines import Job, on_mesh
 
 SHARDED = Layout(2, 2, is_sharded=True)
 BOTH = [Layout(2, 2), SHARDED]

@@ -9,7 +9,7 @@ from penstock.checkpoints.row_exchange import exchange_rows
 from penstock.errors import PeerLost
 from penstock.execute.replicas.rows import Rows
 from penstock.execute.transport import LocalTransport
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 SHAPES = [(5, 3), (1, 4), (0, 2), (8,), (7, 2, 2), (2,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float16]

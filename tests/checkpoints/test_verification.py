@@ -9,7 +9,7 @@ from penstock.checkpoints.manifest import MANIFEST, UnreadableFormat, manifest_b
 from penstock.checkpoints.verification import candidates, find_newest, latest_checkpoint, newest_readable
 from penstock.errors import CheckpointError
 from penstock.execute.control.collectives import Control
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 from tests.train.local_ranks import on_small_pipelines
 
 

@@ -15,7 +15,7 @@ from penstock.checkpoints.weight_files import INDEX, WHOLE, require_saveable, sa
 from penstock.checkpoints.weight_format import PLAIN, ConversionUnit, WeightFormat
 from penstock.errors import NotSaved
 from tests.checkpoints.written_files import all_tensors, fill_disk_at_rename, names, note_writers
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
 

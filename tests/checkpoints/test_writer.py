@@ -22,8 +22,8 @@ from penstock.checkpoints.writer import INDEX, CheckpointWriter, save_checkpoint
 from penstock.errors import CheckpointError, NotSaved, PenstockWarning, PipelineError
 from tests.checkpoints.training import adamw, assert_equal, train_on
 from tests.checkpoints.written_files import names
-from tests.local_pipelines import error_of
-from tests.ranks import run_ranks_with_deaths
+from tests.support.local_pipelines import error_of
+from tests.support.ranks import run_ranks_with_deaths
 from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
 

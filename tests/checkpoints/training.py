@@ -4,7 +4,7 @@ import torch
 
 from penstock.checkpoints.loading import load_checkpoint
 from penstock.checkpoints.writer import save_checkpoint
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 from tests.train.local_ranks import random_batch, small_layers, small_pipeline
 
 

@@ -13,7 +13,7 @@ from penstock.ir.writing import write_table
 from penstock.lowering import lower
 from penstock.proofs import check
 from penstock.schedules import build
-from tests.strategies import schedules
+from tests.support.strategies import schedules
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 PROGRAM = lower(SCHEDULE)

@@ -9,7 +9,7 @@ import pytest
 import tomlkit
 
 from penstock.cli.entry import main
-from tests.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, write_tiny_run
+from tests.support.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, write_tiny_run
 
 
 @pytest.fixture(scope="module")

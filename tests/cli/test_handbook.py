@@ -24,8 +24,8 @@ from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from penstock.simulation import Costs, simulate
 from penstock.tables import Screen
-from tests.grids import assert_grid
 from tests.house.source import ROOT
+from tests.support.grids import assert_grid
 
 ALL = list(FAMILIES.values())
 TEXT = written.TEXT.read_text(encoding="utf-8")

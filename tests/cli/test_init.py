@@ -8,7 +8,7 @@ import pytest
 from penstock.cli.entry import main
 from penstock.train.settings.config import load_config
 from penstock.train.setup import check_plan
-from tests.tiny_run import PENSTOCK, TORCHRUN, fork, settings
+from tests.support.tiny_run import PENSTOCK, TORCHRUN, fork, settings
 
 
 @pytest.fixture

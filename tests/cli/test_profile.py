@@ -8,7 +8,7 @@ import pytest
 from penstock.cli import launch
 from penstock.cli.entry import main
 from penstock.simulation.costs.file import read_costs
-from tests.tiny_run import files_below, fork, settings, write_tiny_run
+from tests.support.tiny_run import files_below, fork, settings, write_tiny_run
 
 PENSTOCK = ("-m", "penstock")
 

@@ -10,7 +10,7 @@ import torch
 from penstock.cli import run_file
 from penstock.errors import ConfigError
 from penstock.train import devices
-from tests.tiny_run import write_tiny_run
+from tests.support.tiny_run import write_tiny_run
 
 
 @pytest.mark.parametrize(("path", "flags"), [(["/elsewhere"], ["-P"]), (["", "/elsewhere"], []), ([os.getcwd()], [])])

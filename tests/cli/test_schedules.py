@@ -6,7 +6,7 @@ from penstock.cli.entry import main
 from penstock.cli.handbook import handbook, table_page
 from penstock.schedules import FAMILIES
 from penstock.tables import Screen
-from tests.plug_ins import ZIGZAG, installing
+from tests.support.plug_ins import ZIGZAG, installing
 
 ALL = list(FAMILIES.values())
 

@@ -12,7 +12,7 @@ from penstock.cli import launch, train
 from penstock.cli.entry import main
 from penstock.cli.failure import RankFailure
 from penstock.train.claim import Start
-from tests.tiny_run import settings
+from tests.support.tiny_run import settings
 
 RUN = """
 [run]

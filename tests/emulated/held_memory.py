@@ -113,7 +113,7 @@ def _looked(pipeline, transport, device):
     optimizer.step()
     report = pipeline.memory_report(inputs, target=target, optimizer=optimizer)
     look = AllocatorLook(pipeline.stages, device, optimizer, device_queue_of(transport), pipeline._session.parameters)
-    pipeline._run(Mode.TRAIN, StepRequest((inputs,), {}, target), look)
+    pipeline._runner.run(Mode.TRAIN, StepRequest((inputs,), {}, target), look)
     torch.accelerator.reset_peak_memory_stats(device)
     pipeline.step(inputs, target=target)
     peak_bytes = allocator_bytes(device, peak=True).allocated

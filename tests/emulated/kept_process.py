@@ -1,7 +1,7 @@
 """One process beside each process of pytest, in which all scenarios of rank threads run.
 
 The device is for the whole process, cannot be taken back, and takes a second to install. The process is a fork of the
-server of tests/forks.py. A scenario that does not end in time costs the process; the next one gets another.
+server of tests/support/forks.py. A scenario that does not end in time costs the process; the next one gets another.
 """
 
 import gc
@@ -9,7 +9,7 @@ import os
 import pickle
 import traceback
 
-from tests.forks import forks
+from tests.support.forks import forks
 
 LONGEST_START_S = 100.0
 

@@ -1,14 +1,15 @@
 """Ranks as processes, each with the device and a default group of torch.distributed over it.
 
 They take seconds to start, so they are for what only processes show: c10d's own calls, lost peers, aborts.
-`with processes(2) as pool` gives the RankPool of tests/ranks.py; `device_of(rank)` is where a rank's tensors belong.
+`with processes(2) as pool` gives the RankPool of tests/support/ranks.py; `device_of(rank)` is where a rank's tensors
+belong.
 """
 
 from functools import partial
 
 import torch
 
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 
 def processes(num_ranks, *, policy="lazy", seed=0):

@@ -13,8 +13,8 @@ from penstock.execute.values.tensors import local_part
 from penstock.pipeline import Pipeline
 from tests.emulated.pipelines import DEADLINE_S, RankGroup
 from tests.emulated.rank_threads import store_of_scenario
-from tests.local_pipelines import float_layers, square_loss, values
-from tests.mesh_pipelines import local_mesh
+from tests.support.local_pipelines import float_layers, square_loss, values
+from tests.support.mesh_pipelines import local_mesh
 
 MICROBATCHES, ROWS, WIDTH = 4, 8, 6
 HARMFUL_CALL = 3

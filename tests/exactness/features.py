@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.models import Skip
-from tests.local_pipelines import IGNORED, VOCABULARY, WIDTH, block, count_tokens, settle, token_loss
-from tests.own_weight_gradients import Fused, Plain, layers_of
+from tests.support.local_pipelines import IGNORED, VOCABULARY, WIDTH, block, count_tokens, settle, token_loss
+from tests.support.own_weight_gradients import Fused, Plain, layers_of
 
 FLOAT64 = torch.float64
 LENGTH = 6

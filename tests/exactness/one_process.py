@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.reference import AFTER_ALL_LAYERS, combined, even_sizes, generator_seed, reference_step, rows_of, weights
+from tests.support.reference import (
+    AFTER_ALL_LAYERS,
+    combined,
+    even_sizes,
+    generator_seed,
+    reference_step,
+    rows_of,
+    weights,
+)
 
 
 @dataclass

@@ -14,8 +14,8 @@ from penstock.pipeline import Pipeline
 from tests.exactness.combinations import Combination, all_combinations, covering, thorough
 from tests.exactness.features import LOSSES, MODELS, REFERENCES, batch, options
 from tests.exactness.one_process import step_of_one_process
-from tests.invariants import Invariants
-from tests.local_pipelines import difference, gradients_of, named, on_ranks, outcome_of, visits_in_order
+from tests.support.invariants import Invariants
+from tests.support.local_pipelines import difference, gradients_of, named, on_ranks, outcome_of, visits_in_order
 
 TOLERANCE = 1e-12
 NUM_STEPS = 2

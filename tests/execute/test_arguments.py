@@ -23,7 +23,7 @@ from penstock.execute.arguments import (
     require_split,
 )
 from penstock.models import LayerSpec
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 
 def compute(features):

@@ -11,14 +11,14 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.execute import backend
-from tests.local_pipelines import block, error_of, values
+from tests.support.local_pipelines import block, error_of, values
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
 
 ROOT = Path(__file__).parents[2]
 COMPILED_BY_NAME = """
 import torch
-from tests.local_pipelines import WIDTH, block, values
+from tests.support.local_pipelines import WIDTH, block, values
 layer = torch.compile(block(0), backend="penstock")
 layer(values(1, 3, WIDTH)).sum().backward()
 print(type(layer(values(1, 3, WIDTH)).grad_fn).__name__)

@@ -15,8 +15,8 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.joining import join
 from penstock.execute.transport import LocalTransport
 from tests.execute.test_options import WRONG
-from tests.local_pipelines import error_of, float_task, on_ranks, step_task
-from tests.ranks import run_ranks
+from tests.support.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.support.ranks import run_ranks
 
 TASK = float_task(8)
 LONGEST_S = 100.0

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
 from tests.execute.stages.test_model_state import pipeline_of, tied_layers
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     WIDTH,
     block,
     error_of,

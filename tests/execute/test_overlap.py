@@ -12,7 +12,16 @@ from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.execute.test_run import PAIRS
 from tests.house.source import ROOT
-from tests.local_pipelines import Task, difference, error_of, float_layers, float_task, on_ranks, run_task, step_task
+from tests.support.local_pipelines import (
+    Task,
+    difference,
+    error_of,
+    float_layers,
+    float_task,
+    on_ranks,
+    run_task,
+    step_task,
+)
 
 FAMILIES = {
     "drawn": PAIRS,

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, StepRefused
 from penstock.execute.own_parameters import OwnParameters
 from penstock.execute.stages.assemble import assemble
 from penstock.placement import Placement
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     WIDTH,
     difference,
     error_of,

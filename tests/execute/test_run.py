@@ -15,8 +15,8 @@ from penstock.ir.action import OverlappedPair
 from penstock.ir.schedule import Schedule
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from tests.actions import parse_action
-from tests.local_pipelines import (
+from tests.support.actions import parse_action
+from tests.support.local_pipelines import (
     WIDTH,
     Task,
     block,

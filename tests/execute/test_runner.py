@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import PeerLost
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import error_of, float_task, on_ranks, square_loss, token_task
+from tests.support.local_pipelines import error_of, float_task, on_ranks, square_loss, token_task
 
 
 @pytest.mark.parametrize("interrupted", [(3, 2), (None, 2), (4, None)])

@@ -7,7 +7,7 @@ import pytest
 from penstock.execute.control.agreement import Mode
 from penstock.execute.session import Session
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import float_task, step_task
+from tests.support.local_pipelines import float_task, step_task
 
 
 def test_a_step_replaces_nothing_of_a_session():

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
 from penstock.execute import undocumented_compiler as undocumented
-from tests.inductor import skip_without_inductor
-from tests.local_pipelines import error_of
+from tests.support.inductor import skip_without_inductor
+from tests.support.local_pipelines import error_of
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
 

@@ -1,4 +1,4 @@
-"""Every source file has its test file at the same place under tests/."""
+"""Every source file has its test file at the same place under tests/, those of the package's top in tests/package."""
 
 import ast
 
@@ -15,7 +15,8 @@ EXCEPTIONS = {
 
 def expected_tests(module):
     """List the places where the tests of a file may lie; empty where it needs none."""
-    place = ROOT / "tests" / module.path.relative_to(SOURCE).parent
+    inner = module.path.relative_to(SOURCE).parent
+    place = ROOT / "tests" / (inner if inner.parts else "package")
     if not module.is_package:
         return [place / f"test_{module.path.stem.strip('_')}.py"]
     if not any(isinstance(node, (*FUNCTIONS, ast.ClassDef)) for node in module.tree.body):

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.forked_python import ForkedPython
 from tests.house.source import ROOT
+from tests.support.forked_python import ForkedPython
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_SCREEN_LINES, LIMIT_S = 45, 60

@@ -17,7 +17,7 @@ from tests.hugging_face.families import (
     furthest,
     model_of,
 )
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 
 pytest.importorskip("transformers")
 

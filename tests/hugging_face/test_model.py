@@ -7,7 +7,7 @@ from torch import nn
 import penstock as ps
 from penstock.errors import NotSaved, PenstockError
 from tests.hugging_face.families import batch_of, model_of
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 pytest.importorskip("transformers")
 

@@ -20,8 +20,8 @@ from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.checkpoints.written_files import all_tensors, names, note_writers
 from tests.hugging_face.tiny_models import FAMILIES, saved_model
-from tests.local_pipelines import error_of, on_ranks
-from tests.mesh_pipelines import on_mesh
+from tests.support.local_pipelines import error_of, on_ranks
+from tests.support.mesh_pipelines import on_mesh
 
 pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ir.action import KIND_OF_LETTER, Action, Kind, OverlappedPair
-from tests.actions import parse_action
+from tests.support.actions import parse_action
 
 NUMBERS = st.integers(0, 2**31 - 1)
 ACTIONS = st.builds(Action, st.sampled_from(list(Kind)), NUMBERS, NUMBERS, st.integers(0, 2**15 - 1))

@@ -11,7 +11,7 @@ from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.proofs.tables import schedule_of
-from tests.strategies import feasible_schedules, needs
+from tests.support.strategies import feasible_schedules, needs
 
 
 def waits(table, text_of_row):

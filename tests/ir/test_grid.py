@@ -11,7 +11,7 @@ from penstock.ir.grid import from_grid, grid_columns, to_grid
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.proofs.tables import schedule_of
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=2)
 

@@ -7,7 +7,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.linear_extension import linear_extension, walk_untimed, whole_starts
 from penstock.ir.walk import Walk
 from tests.proofs.tables import schedule_of
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 
 def starts_of(table):

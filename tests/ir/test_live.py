@@ -24,7 +24,7 @@ from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.proofs.tables import schedule_of
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 
 def row_by_row(table, sizes):

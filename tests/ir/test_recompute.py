@@ -12,8 +12,8 @@ from penstock.ir.recompute import with_recompute
 from penstock.lowering import lower
 from penstock.proofs import check
 from penstock.schedules import build
-from tests.grids import assert_grid
-from tests.strategies import feasible_schedules
+from tests.support.grids import assert_grid
+from tests.support.strategies import feasible_schedules
 
 
 @pytest.mark.feature("X17")

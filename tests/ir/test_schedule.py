@@ -12,8 +12,8 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.actions import parse_action
-from tests.strategies import feasible_schedules
+from tests.support.actions import parse_action
+from tests.support.strategies import feasible_schedules
 
 TEXTS = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 ORDERS = [[parse_action(text) for text in texts] for texts in TEXTS]

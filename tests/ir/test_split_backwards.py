@@ -7,8 +7,8 @@ from penstock.ir.action import Kind
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.proofs import check
 from penstock.schedules import build
-from tests.grids import assert_grid
-from tests.strategies import schedules
+from tests.support.grids import assert_grid
+from tests.support.strategies import schedules
 
 
 def test_parts_stand_where_the_whole_was():

@@ -12,7 +12,7 @@ from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.table import short_type
 from penstock.lowering import lower
 from penstock.schedules import build
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1)], optimizer_step=True)
 

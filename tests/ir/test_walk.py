@@ -9,7 +9,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.walk import NOT_RUN, walk
 from penstock.schedules import build
 from tests.proofs.tables import schedule_of
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 
 def walked(schedule, durations=(1.0, 2.0, 1.0, 1.0), **options):

@@ -19,7 +19,7 @@ from penstock.ir.whole import (
 from penstock.lowering import lower
 from penstock.placement import Placement
 from tests.simulation.drawing import sharded
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 
 def spans(program):

@@ -10,7 +10,7 @@ from penstock.ir.reading import read_table
 from penstock.ir.writing import WRITERS, write_table
 from penstock.lowering import lower
 from penstock.schedules import build
-from tests.strategies import schedules
+from tests.support.strategies import schedules
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 

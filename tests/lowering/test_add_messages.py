@@ -17,7 +17,7 @@ from tests.lowering.programs import (
     message,
     program_of,
 )
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 
 def assert_becomes(before, after, **sizes):

@@ -20,7 +20,7 @@ from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from tests.lowering.programs import DEFAULT_ORDER, drawn, groups, lines, program_of
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 COPIES = (Op.OFFLOAD, Op.RELOAD)
 TRAINING = [name for name in FAMILIES if name != "forward-only"]

@@ -7,7 +7,7 @@ from penstock.ir.program import Program
 from penstock.lowering import add_optimizer_step, place_reductions
 from penstock.placement import Placement
 from tests.lowering.programs import drawn, lines, program_of
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 
 def test_each_rank_has_one_step_named_after_its_first_stage():

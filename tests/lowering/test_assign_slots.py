@@ -19,7 +19,7 @@ from tests.lowering.programs import (
     message,
     program_of,
 )
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 ACTIVATION, RECEIVE, SEND = "activation", "receive", "send"
 FREES_ACTIVATION = (Op.BACKWARD, Op.BACKWARD_WEIGHT)

@@ -25,10 +25,10 @@ from tests.lowering.programs import (
     message,
     pairs,
 )
-from tests.mutated_programs import MODELS
 from tests.proofs.machine import verdicts
 from tests.proofs.tables import schedule_of
-from tests.strategies import feasible_schedules, one_of_each_rank, schedules
+from tests.support.mutated_programs import MODELS
+from tests.support.strategies import feasible_schedules, one_of_each_rank, schedules
 
 WHOLE = """
     0F0 0F1 0F2 0B0 0B1 0B2

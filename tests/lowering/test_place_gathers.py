@@ -16,9 +16,9 @@ from penstock.lowering import lower, place_gathers
 from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
-from tests.actions import parse_action
 from tests.lowering.programs import computations, drawn, groups, lines, program_of
-from tests.strategies import feasible_schedules, schedules
+from tests.support.actions import parse_action
+from tests.support.strategies import feasible_schedules, schedules
 
 LOOP = Placement.loop(1, 3)
 

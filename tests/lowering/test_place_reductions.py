@@ -10,7 +10,7 @@ from penstock.ir.program import Program
 from penstock.lowering import add_messages, place_gathers, place_reductions
 from penstock.placement import Placement
 from tests.lowering.programs import computations, drawn, lines, program_of
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 

@@ -19,7 +19,7 @@ from tests.lowering.programs import (
     program_of,
     rearranged,
 )
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 
 def assert_becomes(before, after, **sizes):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.local_pipelines import settle, values
+from tests.support.local_pipelines import settle, values
 
 WIDTH = 6
 LENGTH = 3

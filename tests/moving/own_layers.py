@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from tests.local_pipelines import block, square_loss, values
-from tests.reference import reference_step
+from tests.support.local_pipelines import block, square_loss, values
+from tests.support.reference import reference_step
 
 WIDTH = 6
 

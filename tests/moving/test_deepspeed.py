@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, EndOfData, StepRefused
 from penstock.moving.deepspeed import LayerSpec, PipelineModule, TiedLayerSpec, initialize
-from tests.local_pipelines import error_of, on_ranks, values
+from tests.support.local_pipelines import error_of, on_ranks, values
 
 WIDTH = 6
 VOCABULARY = 11

@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.moving.deepspeed_module import FunctionLayer, LayerSpec, PipelineModule, TiedLayerSpec
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 LAYERS = [
     LayerSpec(nn.Embedding, 10, 4),

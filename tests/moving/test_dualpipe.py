@@ -5,8 +5,8 @@ from torch import nn
 
 from penstock.moving.dualpipe import WeightGradStore
 from penstock.moving.torch_pipelining import PipelineStage, Schedule
-from tests.local_pipelines import on_ranks, settle, square_loss, values
-from tests.own_weight_gradients import Building, Closing, Plain
+from tests.support.local_pipelines import on_ranks, settle, square_loss, values
+from tests.support.own_weight_gradients import Building, Closing, Plain
 
 NUM_ROWS = 8
 

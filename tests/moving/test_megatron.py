@@ -7,7 +7,6 @@ from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.moving.megatron import get_forward_backward_func
 from penstock.moving.step_stage import RoutePlace
 from penstock.schedules import build
-from tests.local_pipelines import assert_errors, error_of, on_ranks
 from tests.moving.megatron_model import (
     Part,
     count_tokens,
@@ -18,6 +17,7 @@ from tests.moving.megatron_model import (
     squares,
 )
 from tests.moving.own_layers import assert_gradients, gradients
+from tests.support.local_pipelines import assert_errors, error_of, on_ranks
 
 
 def parts_of(rank, num_ranks, num_parts):

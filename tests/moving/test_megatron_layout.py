@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import FormatError, PartitionError
 from penstock.moving.megatron_layout import Layout
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 
 @pytest.mark.feature("X14")

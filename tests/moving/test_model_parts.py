@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.moving.model_parts import Absent, ModelParts
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 
 class Model(nn.Module):

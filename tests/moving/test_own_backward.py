@@ -9,7 +9,7 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.moving.own_backward import add_gradient, own_backward
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     block,
     difference,
     error_of,
@@ -20,7 +20,7 @@ from tests.local_pipelines import (
     square_loss,
     values,
 )
-from tests.reference import reference_step
+from tests.support.reference import reference_step
 
 WIDTH = 6
 

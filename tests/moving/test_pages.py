@@ -10,7 +10,7 @@ from penstock.moving import deepspeed, dualpipe, megatron, torch_pipelining, tor
 from penstock.moving.torch_pipelining import FAMILY_OF_CLASS
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 FOLDER = Path(__file__).parents[2] / "docs" / "moving"
 SYSTEMS = ["torch-pipelining", "megatron", "deepspeed", "torchtitan"]

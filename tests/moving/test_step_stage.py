@@ -6,9 +6,9 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.moving.step_stage import RoutePlace, StepCall, StepLoss, StepStage
-from tests.local_pipelines import error_of
 from tests.moving.megatron_model import Part
 from tests.moving.own_layers import Wrapper
+from tests.support.local_pipelines import error_of
 
 LAST = RoutePlace(stage=1, num_stages=2, part=0)
 

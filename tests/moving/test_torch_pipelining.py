@@ -10,9 +10,9 @@ from penstock.errors import ConfigError, StepRefused
 from penstock.execute.batch.microbatch import Replicate
 from penstock.moving import torch_pipelining as moved
 from penstock.schedules import build
-from tests.local_pipelines import error_of, on_ranks, settle, square_loss, values
 from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference
-from tests.reference import reference_step
+from tests.support.local_pipelines import error_of, on_ranks, settle, square_loss, values
+from tests.support.reference import reference_step
 
 IN_ORDER = {"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"}
 

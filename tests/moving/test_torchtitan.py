@@ -7,9 +7,9 @@ from torch import nn
 from penstock.errors import ConfigError, PipelineError
 from penstock.moving.torchtitan import generate_llm_fqn_per_model_part, pipeline_llm
 from penstock.schedules import build
-from tests.local_pipelines import assert_errors, error_of, on_ranks, settle
 from tests.moving.test_model_parts import Model
-from tests.reference import reference_step
+from tests.support.local_pipelines import assert_errors, error_of, on_ranks, settle
+from tests.support.reference import reference_step
 
 NAMES = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["norm", "output"]]
 

@@ -8,8 +8,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.moving.torch_pipelining import PipelineStage, Schedule1F1B
 from penstock.moving.torchtitan import pipeline_llm
-from tests.local_pipelines import square_loss
-from tests.replicas import MICROBATCHES, NUM_LAYERS, assert_gradients, expected_gradients, full, layers, mesh, own_rows
+from tests.support.local_pipelines import square_loss
+from tests.support.replicas import (
+    MICROBATCHES,
+    NUM_LAYERS,
+    assert_gradients,
+    expected_gradients,
+    full,
+    layers,
+    mesh,
+    own_rows,
+)
 
 
 def train_both_ways(rank):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
 from penstock.partition.balance import balance, lightest_split
-from tests.work import lines_run
+from tests.support.work import lines_run
 
 
 def part_weights(weights, sizes):

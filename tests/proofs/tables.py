@@ -15,8 +15,8 @@ from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import build
-from tests.actions import parse_action
-from tests.strategies import needs
+from tests.support.actions import parse_action
+from tests.support.strategies import needs
 
 SHAPES = [
     ("sequential", 1, 2, {}),

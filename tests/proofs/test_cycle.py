@@ -22,7 +22,7 @@ from tests.proofs.tables import (
     violations_of,
     with_orders,
 )
-from tests.work import lines_run
+from tests.support.work import lines_run
 
 
 def test_crossing_orders_are_told_as_a_chain():

@@ -16,8 +16,8 @@ from penstock.proofs import check, lifetimes
 from penstock.proofs.lifetimes import check_lifetimes
 from penstock.proofs.report import Subject
 from penstock.schedules import build
-from tests.mutated_programs import cases
 from tests.proofs.tables import assert_refused, edited, feasible_cases, find, lowered, swapped
+from tests.support.mutated_programs import cases
 
 PROGRAMS = {
     "1f1b": lowered(),

@@ -14,10 +14,10 @@ from penstock.proofs.cycle import check_feasible
 from penstock.proofs.linear_extension import proved_by_order
 from penstock.proofs.order import check_positions
 from penstock.proofs.report import Subject
-from tests.mutated_programs import MODELS, REORDERINGS, mutated
 from tests.proofs.machine import verdict
 from tests.proofs.tables import edited, feasible_cases, find, schedule_of
-from tests.strategies import ends, feasible_schedules
+from tests.support.mutated_programs import MODELS, REORDERINGS, mutated
+from tests.support.strategies import ends, feasible_schedules
 
 BUT_COALESCED = tuple(name for name in MODELS if name != "coalesced")
 GPIPE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")

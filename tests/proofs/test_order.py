@@ -9,7 +9,6 @@ from penstock.ir.action import Action, Kind
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.proofs import check, prove_weight_order
-from tests.local_pipelines import error_of
 from tests.proofs.tables import (
     VALID,
     assert_refused,
@@ -21,6 +20,7 @@ from tests.proofs.tables import (
     swapped,
     without,
 )
+from tests.support.local_pipelines import error_of
 
 SMALL = """
 0F0 0F1 0B0 0B1

@@ -10,7 +10,7 @@ from penstock.proofs import Demand, Facts, Limit, check, peak_activations, prove
 from penstock.schedules import build
 from penstock.simulation import Costs
 from tests.proofs.tables import feasible_cases, refusal, schedule_of, swapped, violations_of, without
-from tests.work import lines_run
+from tests.support.work import lines_run
 
 NOT_GIVEN = ("weight_context", "message", "parameter", "gradient", "optimizer", "checkpoint")
 

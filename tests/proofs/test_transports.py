@@ -18,7 +18,6 @@ from penstock.proofs.order import check_positions
 from penstock.proofs.report import Subject
 from penstock.proofs.transports import Machine
 from penstock.schedules import build
-from tests.mutated_programs import MODELS, REORDERINGS, cases, differences, mutated
 from tests.proofs.machine import verdict
 from tests.proofs.tables import (
     assert_refused,
@@ -30,7 +29,8 @@ from tests.proofs.tables import (
     schedule_of,
     violations_of,
 )
-from tests.strategies import ends
+from tests.support.mutated_programs import MODELS, REORDERINGS, cases, differences, mutated
+from tests.support.strategies import ends
 
 
 def traffic_of(program):

@@ -13,14 +13,14 @@ from penstock.errors import PenstockError
 from penstock.execute.batch.microbatch import BatchSpec, Replicate
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.links import LinkClosed, MessageLate
-from tests.invariants import Invariants
 from tests.random_models import one_process
 from tests.random_models.cases import OPTIMIZERS, SPARSE_OPTIMIZERS, draw_case
 from tests.random_models.comparison import ACCUMULATED, Trace, differences
 from tests.random_models.losses import OBJECTIVES
 from tests.random_models.models import make_batch, make_listed, make_plain
 from tests.random_models.verdict import Verdict
-from tests.ranks import RankPool
+from tests.support.invariants import Invariants
+from tests.support.ranks import RankPool
 
 TRAINED = 3
 DEADLINE_S = 30.0

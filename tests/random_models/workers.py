@@ -4,7 +4,7 @@ import time
 import warnings
 from multiprocessing.connection import wait
 
-from tests.forks import forks
+from tests.support.forks import forks
 
 LONGEST_CASE_S = 150.0
 

@@ -4,7 +4,7 @@ import re
 import sys
 
 from penstock.schedules import build
-from tests.grids import assert_grid
+from tests.support.grids import assert_grid
 
 SIZES = (r"(?P<ranks>\d+) ranks", r"(?P<stages_per_rank>\d+) stages each", r"(?P<microbatches>\d+) microbatches")
 OPTIONS = (r"(?P<slices>\d+) slices", r"breadth (?P<breadth>\d+)", r"depth (?P<depth>\d+)")

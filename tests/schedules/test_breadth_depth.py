@@ -4,10 +4,10 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedules import build
-from tests.grids import assert_grid
 from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import orders, recorded, sizes
 from tests.schedules.timing import timeline
+from tests.support.grids import assert_grid
 
 
 def grid_of(key, forward_only=False):

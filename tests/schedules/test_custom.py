@@ -6,7 +6,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.recompute import with_recompute
 from penstock.schedules import build
 from penstock.schedules.phases import b, f, phases, repeat
-from tests.grids import assert_grid
+from tests.support.grids import assert_grid
 
 SIZE = {"ranks": 2, "microbatches": 2}
 

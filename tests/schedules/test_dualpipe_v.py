@@ -5,8 +5,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
+from tests.support.grids import assert_grid
 
 
 def test_one_rank_overlaps_with_itself():

@@ -8,7 +8,7 @@ from penstock.schedules import FAMILIES, build
 from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import built, recorded
 from tests.schedules.timing import bubble, published, timeline
-from tests.work import lines_run
+from tests.support.work import lines_run
 
 ANY_RANKS, ANY_MICROBATCHES = (1, 2, 3, 5, 8), [1, 2, 3, 5, 8, 12]
 PROVED = {

@@ -7,7 +7,7 @@ from penstock.placement import Placement
 from penstock.schedules import FAMILIES, Choice, Options, Shape
 from penstock.schedules.family import by_rank, loop
 from penstock.schedules.phases import b, f, pair, phases, repeat
-from tests.grids import assert_grid
+from tests.support.grids import assert_grid
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

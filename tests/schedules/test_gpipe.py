@@ -3,9 +3,9 @@
 import pytest
 
 from penstock.schedules import build
-from tests.grids import assert_grid
 from tests.schedules.docstrings import assert_drawn
 from tests.schedules.golden import built, recorded
+from tests.support.grids import assert_grid
 
 
 @pytest.mark.feature("B2")

@@ -3,10 +3,10 @@
 import pytest
 
 from penstock.schedules import build
-from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded, sizes
 from tests.schedules.groupings import PARTS, SHAPES, assert_formulas_hold, group_of_torch
 from tests.schedules.timing import timeline
+from tests.support.grids import assert_grid
 
 
 def test_small_groups_are_as_in_interleaved_1f1b():

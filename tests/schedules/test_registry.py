@@ -9,8 +9,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedules import FAMILIES, build, find_family, installed_families, is_family_name
 from penstock.schedules.registry import plug_ins
-from tests.grids import assert_grid
-from tests.plug_ins import ZIGZAG, installing
+from tests.support.grids import assert_grid
+from tests.support.plug_ins import ZIGZAG, installing
 
 SIZE = {"ranks": 2, "microbatches": 2}
 FAILING = "raise RuntimeError('no such driver')"

@@ -13,7 +13,7 @@ from penstock.ir.operations import Op
 from penstock.ir.recompute import with_recompute
 from penstock.ir.walk import walk
 from penstock.schedules import FAMILIES, build
-from tests.strategies import schedules
+from tests.support.strategies import schedules
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "forward-only"])

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.schedules import build
-from tests.grids import assert_grid
 from tests.schedules.golden import built, recorded
+from tests.support.grids import assert_grid
 
 
 def test_one_microbatch_goes_through_all_ranks_before_the_next():

@@ -11,8 +11,8 @@ from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.schedules.phases import b, f, pair, phases, repeat
 from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party
-from tests.actions import parse_action
-from tests.grids import assert_grid
+from tests.support.actions import parse_action
+from tests.support.grids import assert_grid
 
 GRID = """
     0F0 0F1 0B0 0B1

@@ -9,7 +9,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.placement import Placement
-from tests.actions import parse_action
+from tests.support.actions import parse_action
 
 
 def drawn(*lines, placement=None, num_microbatches=1, num_slices=1, route_of_microbatch=None, **options):

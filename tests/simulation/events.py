@@ -17,7 +17,7 @@ from penstock.ir.program import NewRows
 from penstock.lowering import lower
 from penstock.simulation import Costs
 from penstock.simulation.costs.costs import Channel
-from tests.strategies import feasible_schedules, needs, one_of_each_rank
+from tests.support.strategies import feasible_schedules, needs, one_of_each_rank
 
 RECEIVES = (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)
 KINDS = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")

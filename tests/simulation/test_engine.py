@@ -14,7 +14,7 @@ from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from tests.simulation.drawing import drawn, starts
 from tests.simulation.events import Events, programs, uneven_costs
-from tests.strategies import feasible_schedules, schedules
+from tests.support.strategies import feasible_schedules, schedules
 
 RANKS, MICROBATCHES = range(1, 7), range(1, 13)
 

@@ -22,7 +22,7 @@ from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import row_of, sharded
 from tests.simulation.events import uneven_costs
 from tests.simulation.slow_data import slow_rows, with_slow_data
-from tests.strategies import feasible_schedules
+from tests.support.strategies import feasible_schedules
 
 EVEN = Costs(forward_s=(1.0,) * 3, backward_s=(2.0,) * 3)
 

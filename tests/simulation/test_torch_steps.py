@@ -16,7 +16,7 @@ from penstock.ir.instruction import Op
 from penstock.ir.program import Program
 from penstock.ir.walk import walk
 from penstock.schedules import build
-from tests.strategies import needs
+from tests.support.strategies import needs
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "torch_steps.json").read_text(encoding="utf-8"))
 

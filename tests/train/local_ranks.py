@@ -5,7 +5,7 @@ import torch
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.train.stopping import StopRequest
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 
 VOCABULARY = 32
 

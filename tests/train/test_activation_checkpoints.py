@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import ConfigError
 from penstock.models import cross_entropy_loss
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
-from tests.local_pipelines import on_ranks
-from tests.reference import reference_step
+from tests.support.local_pipelines import on_ranks
+from tests.support.reference import reference_step
 from tests.train.local_ranks import random_batch, small_layers, small_pipeline
 
 

@@ -9,8 +9,8 @@ from penstock.train.optimizing.optim import build_optimizer
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer
-from tests.local_pipelines import on_ranks
-from tests.reference import reference_step
+from tests.support.local_pipelines import on_ranks
+from tests.support.reference import reference_step
 from tests.train.local_ranks import random_batch, small_layers, small_pipeline
 
 NUM_STEPS = 10

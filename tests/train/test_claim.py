@@ -14,7 +14,7 @@ from penstock.train.claim import Start, claimed, claimed_together, joined
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.folder.run_lock import RunLock
 from penstock.train.settings.config import config_from_table
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 from tests.train.folder.test_run_lock import holding
 
 

@@ -14,7 +14,7 @@ from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.generation import as_text, draw, generate, load_trained, prompt_tokens
 from penstock.train.settings.config import config_from_table
 from penstock.train.settings.sections import SampleSection
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 
 BYTES = load_tokenizer("bytes")
 ENDLESS = replace(BYTES, end_of_document=None)

@@ -15,7 +15,7 @@ from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
 from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 from tests.train.local_ranks import random_batch, small_layers, small_pipeline
 
 NUM_STEPS = 6

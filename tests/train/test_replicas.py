@@ -16,8 +16,8 @@ from penstock.train.stopping import StopRequest
 from penstock.train.watching.metrics import read_metrics
 from penstock.train.watching.recorded_step import read_recorded_step
 from tests.house.source import ROOT
-from tests.local_pipelines import error_of
-from tests.tiny_run import TEXT
+from tests.support.local_pipelines import error_of
+from tests.support.tiny_run import TEXT
 from tests.train.local_ranks import Stopping
 
 TOLERANCE = 1e-12

@@ -21,8 +21,8 @@ from penstock.train.resuming import RunCheckpoints
 from penstock.train.settings.config import config_from_table
 from penstock.train.stopping import StopRequest
 from penstock.train.watching.metrics import read_metrics
-from tests.local_pipelines import error_of
-from tests.tiny_run import TEXT
+from tests.support.local_pipelines import error_of
+from tests.support.tiny_run import TEXT
 from tests.train.local_ranks import Stopping
 
 NUM_STEPS = 8

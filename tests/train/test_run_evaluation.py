@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, NotFinite
 from penstock.train.loop import train
 from penstock.train.run_evaluation import evaluate_run
 from penstock.train.settings.config import load_config
-from tests.tiny_run import write_tiny_run
+from tests.support.tiny_run import write_tiny_run
 
 SOURCE = """
 import torch

@@ -18,7 +18,7 @@ from penstock.train.setup import (
     memory_limit,
     prepare_together,
 )
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 BATCH = {"size": 4, "length": 8}
 

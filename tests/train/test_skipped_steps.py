@@ -14,7 +14,7 @@ from penstock.models import cross_entropy_loss
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
 from penstock.train.step import Trainer
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, clip_norm=0.5)

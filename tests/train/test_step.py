@@ -18,8 +18,8 @@ from penstock.train.optimizing.precision import LossScaler
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer, mean_loss, scale_over
-from tests.local_pipelines import error_of, on_ranks
-from tests.reference import reference_step
+from tests.support.local_pipelines import error_of, on_ranks
+from tests.support.reference import reference_step
 from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, warmup_steps=4, clip_norm=0.5)

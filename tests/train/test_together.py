@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, PeerLost, PenstockError
 from penstock.execute.control.collectives import Control
 from penstock.train import together
 from penstock.train.together import same_words, working_together
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 
 def failure(transport, failing_ranks, kind=ConfigError):

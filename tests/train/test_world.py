@@ -9,7 +9,7 @@ from penstock.execute.control.collectives import Control
 from penstock.train.settings.config import config_from_table
 from penstock.train.setup import check_together
 from penstock.train.world import check_ranks, replicas_of, require_same_layout
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.stream import Stream
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.collectives import Control
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 
 def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=frozenset({ANY_KEYWORD}), last_ranks=(), **rule):

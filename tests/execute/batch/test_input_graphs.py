@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import StepRefused
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, error_of, float_layers, on_ranks, square_loss, values
+from tests.support.local_pipelines import WIDTH, error_of, float_layers, on_ranks, square_loss, values
 
 ROWS = 8
 SAVING = {

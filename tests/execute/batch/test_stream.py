@@ -7,7 +7,7 @@ import torch
 from penstock.errors import ConfigError, EndOfData, PipelineError
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 
 class Clock:

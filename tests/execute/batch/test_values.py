@@ -9,7 +9,7 @@ from torch import nn
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.batch.values import BatchValues, refuse_other_values
 from penstock.execute.control.collectives import Control
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 BLOCK = 2**16
 

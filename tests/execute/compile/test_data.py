@@ -10,7 +10,7 @@ from penstock.execute.step import Bound, Step
 from penstock.ir.instruction import Op
 from penstock.lowering import lower
 from penstock.schedules import build
-from tests.test_streamed_steps import Masked
+from tests.acceptance.steps.test_streamed_steps import Masked
 
 
 def woven(calls, needs):

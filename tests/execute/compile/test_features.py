@@ -16,7 +16,7 @@ from penstock.execute.stages.stage import Stage
 from penstock.lowering import lower
 from penstock.models import AuxiliaryLoss, Carry
 from penstock.schedules import build
-from tests.one_stage import PLACE, step_of
+from tests.support.one_stage import PLACE, step_of
 
 
 class Everything(nn.Module):

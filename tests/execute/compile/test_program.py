@@ -8,8 +8,8 @@ from penstock.execute.observing.observer import Observer
 from penstock.execute.stages.stage import Stage
 from penstock.lowering import lower
 from penstock.schedules import build
-from tests.compiled import context_of, step_for
-from tests.one_stage import passes_of
+from tests.support.compiled import context_of, step_for
+from tests.support.one_stage import passes_of
 
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=2))
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import EndOfData, StepRefused
 from penstock.execute.control.agreement import AgreedStep, Extra, Mode, StepProposal, agree_on_step, digest, refusing
 from penstock.execute.control.collectives import Control
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 GIVEN = StepProposal(mode=Mode.TRAIN, inputs=11, target=22, sizes=(2, 2), lengths=(3, 2))
 NOTHING = StepProposal(mode=Mode.TRAIN)

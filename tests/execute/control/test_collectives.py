@@ -11,9 +11,9 @@ from penstock.errors import CheckpointError, ConfigError, EndOfData, PartitionEr
 from penstock.execute.control.collectives import HEAD_BYTES, LENGTH, Control
 from penstock.execute.transport.protocol import Tag
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import error_of, float_task, on_ranks, step_task
-from tests.local_wires import ordered
-from tests.mesh_pipelines import on_mesh
+from tests.support.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.support.local_wires import ordered
+from tests.support.mesh_pipelines import on_mesh
 
 LABEL_BYTES = len(b"pipeline.control\ttest_collectives.py:10\n")
 """What an exchange opens with outside of every public call, on lines of two digits."""

@@ -14,7 +14,7 @@ from penstock.execute.control.positions import State
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
 from penstock.execute.transport.places import Places
-from tests.boards import boards_of_threads
+from tests.support.boards import boards_of_threads
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
 

@@ -5,7 +5,7 @@ import pytest
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.control.copy_digests import require_equal_digests
 from penstock.execute.transport.rank_names import RankNames
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 NAMES = RankNames.plain(3)
 

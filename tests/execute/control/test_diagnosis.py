@@ -20,7 +20,7 @@ from penstock.execute.control.positions import (
     first_verdict,
 )
 from penstock.execute.transport.rank_names import RankNames
-from tests.boards import boards_of_threads
+from tests.support.boards import boards_of_threads
 
 
 def describe(rank, row):

@@ -17,8 +17,8 @@ from penstock.execute.lost_device import living_instances
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.places import Places
-from tests.boards import boards_of_threads
-from tests.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
+from tests.support.boards import boards_of_threads
+from tests.support.faults import DEADLINE_S, NUM_RANKS, Fault, FaultyRank, FaultyThreads, PlantedError, batch, is_right
 
 
 @pytest.fixture(scope="module")

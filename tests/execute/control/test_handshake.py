@@ -14,7 +14,7 @@ from penstock.execute.control.handshake import (
     rules_of,
     setup_report,
 )
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 SETUP = SharedSettings(**{field.name: "1" for field in fields(SharedSettings)})
 

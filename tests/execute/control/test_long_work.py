@@ -8,7 +8,7 @@ import pytest
 from penstock.errors import CheckpointError, ConfigError, DeadlineExceeded, PipelineError
 from penstock.execute.control.collectives import Control, as_config_error
 from penstock.execute.control.long_work import Heartbeat, run_in_thread, wait_together, work_together
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 LIMIT_S = 0.5
 

@@ -18,9 +18,9 @@ from penstock.execute.control.positions import (
 )
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.rank_names import RankNames
-from tests.boards import boards_of_threads
-from tests.ranks import run_ranks
-from tests.work import lines_run
+from tests.support.boards import boards_of_threads
+from tests.support.ranks import run_ranks
+from tests.support.work import lines_run
 
 
 def test_a_peer_reads_state_row_and_whom_a_rank_waits_for_from_before_a_step_to_its_end():

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from penstock.execute.control.watchdog import Watchdog, stack_of
-from tests.boards import boards_of_threads, watching
+from tests.support.boards import boards_of_threads, watching
 
 
 def linger_here(is_over):

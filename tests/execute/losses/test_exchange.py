@@ -9,7 +9,7 @@ from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.step_losses import StepLosses
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 
 CPU = torch.device("cpu")
 

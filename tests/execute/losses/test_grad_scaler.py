@@ -7,7 +7,7 @@ from torch.amp import GradScaler
 
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.grad_scaler import SharedScaler, describe_scale, grad_scaler_of
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 
 CPU = torch.device("cpu")
 INF = float("inf")

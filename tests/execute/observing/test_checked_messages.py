@@ -15,7 +15,7 @@ from penstock.pipeline import Pipeline
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.execute.test_run import drawn
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     MAX_WAIT_S,
     difference,
     error_of,

@@ -10,7 +10,7 @@ from penstock.errors import PipelineError
 from penstock.execute.observing.checked_values import not_finite
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     Task,
     difference,
     error_of,

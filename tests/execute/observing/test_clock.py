@@ -10,9 +10,9 @@ import torch
 
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison, Offset
 from penstock.execute.transport import TorchTransport
-from tests.local_pipelines import on_ranks
-from tests.rank_clocks import RankClocks, clocked
-from tests.ranks import run_ranks
+from tests.support.local_pipelines import on_ranks
+from tests.support.rank_clocks import RankClocks, clocked
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SPEEDS = (1.0, 1.001, 0.998)

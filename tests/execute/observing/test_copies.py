@@ -5,7 +5,7 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.copies import require_equal_copies
-from tests.local_pipelines import error_of, on_pipelines, step_task, token_task
+from tests.support.local_pipelines import error_of, on_pipelines, step_task, token_task
 
 TIED = [("0.weight", "4.weight")]
 

@@ -9,8 +9,8 @@ from penstock.execute.observing.observer import Observer
 from penstock.ir.recompute import with_recompute
 from penstock.lowering import lower
 from penstock.schedules import build
-from tests.compiled import row_of
-from tests.local_pipelines import error_of, float_task, on_pipelines, on_ranks, pipeline_of, step_task
+from tests.support.compiled import row_of
+from tests.support.local_pipelines import error_of, float_task, on_pipelines, on_ranks, pipeline_of, step_task
 
 
 def declared(program, text, rank=0):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.execute.observing.held_tensors import queued, reached_by
-from tests.own_weight_gradients import Fused
+from tests.support.own_weight_gradients import Fused
 
 FEATURES, GRADIENT = torch.ones(3), torch.ones(4)
 GLOBAL = torch.ones(5)

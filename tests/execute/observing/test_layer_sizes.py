@@ -9,8 +9,8 @@ import penstock as ps
 from penstock.execute.observing.layer_sizes import FIELDS, SavedTensorTracker, storages
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.local_pipelines import on_ranks, settle, square_loss, values
-from tests.own_weight_gradients import Building, Closing, Fused
+from tests.support.local_pipelines import on_ranks, settle, square_loss, values
+from tests.support.own_weight_gradients import Building, Closing, Fused
 
 FLOAT = 4
 ROWS, WIDTH = 64, 256

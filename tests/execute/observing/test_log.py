@@ -7,7 +7,7 @@ import pytest
 
 from penstock.execute.observing.log import log_plan, message_log
 from penstock.schedules import build
-from tests.local_pipelines import float_task, on_pipelines, step_task, token_task
+from tests.support.local_pipelines import float_task, on_pipelines, step_task, token_task
 
 
 def lines(caplog, level):

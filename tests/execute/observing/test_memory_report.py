@@ -14,7 +14,8 @@ from penstock.lowering import lower
 from penstock.models import DecoderConfig, cross_entropy_loss, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES, build
-from tests.local_pipelines import (
+from tests.acceptance.steps.test_gradients import SMALL, schedules_of, task_for
+from tests.support.local_pipelines import (
     WIDTH,
     Task,
     difference,
@@ -29,7 +30,6 @@ from tests.local_pipelines import (
     values,
     zero,
 )
-from tests.test_gradients import SMALL, schedules_of, task_for
 
 FLOAT = 4
 BLOCK_PARAMETERS = FLOAT * (WIDTH * WIDTH + 3 * WIDTH)

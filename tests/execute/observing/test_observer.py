@@ -17,7 +17,7 @@ from penstock.execute.observing.recorder import Recorder
 from penstock.execute.step import Bound
 from penstock.pipeline import Pipeline
 from tests.house.source import ROOT
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     difference,
     error_of,
     float_task,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import PipelineError
-from tests.local_pipelines import Around, Task, error_of, on_pipelines, square_loss, values
+from tests.support.local_pipelines import Around, Task, error_of, on_pipelines, square_loss, values
 
 
 class Full(Around):

@@ -12,7 +12,7 @@ from penstock.ir.operations import IS_COMPUTE
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.local_pipelines import difference, float_task, step_task
+from tests.support.local_pipelines import difference, float_task, step_task
 
 
 def names_in_trace(call):

@@ -21,7 +21,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.pipeline import Pipeline
 from tests.execute.stages.test_split_backward import Product
-from tests.local_pipelines import WIDTH, float_task, on_pipelines, on_ranks, pipeline_of, step_task
+from tests.support.local_pipelines import WIDTH, float_task, on_pipelines, on_ranks, pipeline_of, step_task
 
 FAR_S = 1000.0
 

@@ -15,7 +15,7 @@ from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.execute.observing.test_recorder import DeviceStandIn, waiting_for
-from tests.local_pipelines import error_of, float_task
+from tests.support.local_pipelines import error_of, float_task
 
 CUDA = torch.device("cuda")
 

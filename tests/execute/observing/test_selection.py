@@ -8,7 +8,7 @@ from penstock.execute.control.agreement import Mode
 from penstock.pipeline import Pipeline
 from tests.execute.test_overlap import backward_first
 from tests.execute.test_run import PAIRS
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     NEARLY,
     Task,
     difference,

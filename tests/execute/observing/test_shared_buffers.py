@@ -11,8 +11,8 @@ from penstock.errors import PipelineError
 from penstock.execute.observing.shared_buffers import shared_buffers
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, assert_errors, error_of, named, on_ranks, settle, square_loss, values
-from tests.reference import reference_step
+from tests.support.local_pipelines import WIDTH, assert_errors, error_of, named, on_ranks, settle, square_loss, values
+from tests.support.reference import reference_step
 
 FLOAT64 = torch.float64
 INPUTS = values(1, 8, WIDTH, dtype=FLOAT64)

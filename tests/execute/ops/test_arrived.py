@@ -14,7 +14,7 @@ from penstock.ir.live import peak_activations
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.local_pipelines import MAX_WAIT_S, WIDTH, block, on_ranks, square_loss, values
+from tests.support.local_pipelines import MAX_WAIT_S, WIDTH, block, on_ranks, square_loss, values
 
 
 def arrivals(program, rank):

@@ -4,8 +4,8 @@ from penstock.execute.stages.stage import Stage
 from penstock.ir.recompute import with_recompute
 from penstock.lowering import lower
 from penstock.schedules import build
-from tests.compiled import context_of, row_of
-from tests.one_stage import passes_of
+from tests.support.compiled import context_of, row_of
+from tests.support.one_stage import passes_of
 
 
 def test_a_row_is_read_as_numbers_and_as_text():

@@ -4,7 +4,7 @@ from penstock.execute.ops.keys import Keys
 from penstock.ir.operations import IS_COMPUTE, IS_RECEIVE
 from penstock.lowering import lower
 from penstock.schedules import build
-from tests.compiled import row_of
+from tests.support.compiled import row_of
 
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=3))
 

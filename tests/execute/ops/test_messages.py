@@ -12,9 +12,9 @@ from penstock.execute.values.version_guard import VersionGuard
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.compiled import context_of, row_of, step_for
-from tests.local_pipelines import float_task, on_ranks, step_task
-from tests.ranks import run_ranks
+from tests.support.compiled import context_of, row_of, step_for
+from tests.support.local_pipelines import float_task, on_ranks, step_task
+from tests.support.ranks import run_ranks
 
 PROGRAM = lower(build("gpipe", ranks=2, microbatches=3))
 

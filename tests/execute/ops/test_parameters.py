@@ -15,9 +15,9 @@ from penstock.ir.program import Program
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
-from tests.compiled import context_of, row_of, run_calls, step_for
-from tests.local_pipelines import error_of
-from tests.one_stage import passes_of
+from tests.support.compiled import context_of, row_of, run_calls, step_for
+from tests.support.local_pipelines import error_of
+from tests.support.one_stage import passes_of
 
 TRAINING = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1)], optimizer_step=True)
 SHARDED = Program.from_csv("0UNSHARD,0F0,0B0,0RESHARD", name="gathered")

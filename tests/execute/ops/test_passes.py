@@ -12,9 +12,9 @@ from penstock.ir.operations import Op
 from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.compiled import SayingPasses, context_of, row_of, run_calls, step_for
 from tests.execute.test_run import drawn
-from tests.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
+from tests.support.compiled import SayingPasses, context_of, row_of, run_calls, step_for
+from tests.support.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
 
 LOCAL = lower(drawn(Placement.explicit([0, 0]), "0F0 1F0 1B0 0B0"))
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.local_pipelines import error_of, settle, square_loss
-from tests.replicas import (
+from tests.support.local_pipelines import error_of, settle, square_loss
+from tests.support.replicas import (
     FLOAT,
     MICROBATCHES,
     NUM_LAYERS,

@@ -7,7 +7,7 @@ from penstock.errors import PipelineError
 from penstock.execute.parameters.gathered import blocks_of, require_unchanged
 from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.execute.values.tensors import is_dtensor, local_part
-from tests.local_pipelines import error_of, settle
+from tests.support.local_pipelines import error_of, settle
 
 
 def layers():

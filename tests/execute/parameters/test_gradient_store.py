@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore
 from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.stages.stage import Stage
-from tests.local_pipelines import WIDTH, settle, values
-from tests.one_stage import Again, OneStage
+from tests.support.local_pipelines import WIDTH, settle, values
+from tests.support.one_stage import Again, OneStage
 
 LENGTH = 3
 

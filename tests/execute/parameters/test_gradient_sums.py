@@ -10,7 +10,7 @@ from penstock.execute.parameters.gradient_sums import added, sum_over
 from penstock.execute.parameters.tied import TiedCopy
 from penstock.pipeline import Pipeline
 from tests.execute.parameters.test_tied import begun
-from tests.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
+from tests.support.local_pipelines import WIDTH, on_ranks, settle, square_loss, values
 
 FLOAT64 = torch.float64
 LIKE = torch.empty((), dtype=FLOAT64).expand(5, 2)

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, main_type, require_main_shapes
 from penstock.execute.parameters.tied import TiedCopy
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     VOCABULARY,
     WIDTH,
     Task,

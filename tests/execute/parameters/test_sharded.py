@@ -10,7 +10,7 @@ from penstock.execute.parameters.sharded import Sharded, ShardGradients
 from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.undocumented_backends import mesh_without_groups
 from penstock.execute.values.tensors import as_shard, is_dtensor, local_part
-from tests.local_pipelines import on_ranks, settle
+from tests.support.local_pipelines import on_ranks, settle
 
 STEP = {"is_synced": True, "sums_tied": True, "is_training": True}
 

@@ -7,7 +7,7 @@ from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.layout import StageParts
 from penstock.execute.parameters.summed import Summed
 from penstock.execute.replicas.exchanges import ReplicaExchanges
-from tests.local_pipelines import on_ranks, settle
+from tests.support.local_pipelines import on_ranks, settle
 
 
 def begun(transport, modules_of_stage, tied=(), launched=None, *, is_synced=True):

@@ -12,7 +12,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.tied import TiedCopy, described_copies, require_equal_kinds
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     LENGTH,
     VOCABULARY,
     WIDTH,
@@ -25,7 +25,7 @@ from tests.local_pipelines import (
     token_task,
     values,
 )
-from tests.reference import reference_step
+from tests.support.reference import reference_step
 
 FLOAT64 = torch.float64
 

@@ -6,8 +6,8 @@ from penstock.errors import EndOfData, StepRefused
 from penstock.execute.control.agreement import AgreedStep, BatchWeight, Mode, StepProposal
 from penstock.execute.control.collectives import Control
 from penstock.execute.replicas.agreement import agree_across, refuse_across
-from tests.local_pipelines import error_of
-from tests.mesh_pipelines import on_mesh
+from tests.support.local_pipelines import error_of
+from tests.support.mesh_pipelines import on_mesh
 
 
 def agreed_on(places, proposal, weight, values=()):

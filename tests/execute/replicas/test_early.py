@@ -6,8 +6,8 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.execute.control.collectives import Control
 from penstock.execute.replicas.early import EarlyShards, early_rows
-from tests.local_pipelines import error_of, settle
-from tests.mesh_pipelines import on_mesh
+from tests.support.local_pipelines import error_of, settle
+from tests.support.mesh_pipelines import on_mesh
 
 
 def agree(places, built, **options):

@@ -8,7 +8,7 @@ import torch
 
 from penstock.execute.replicas.exchanges import SMALL_BYTES, ReplicaExchanges
 from penstock.execute.transport import LocalTransport
-from tests.local_pipelines import error_of, on_ranks, values
+from tests.support.local_pipelines import error_of, on_ranks, values
 
 
 class Counted:

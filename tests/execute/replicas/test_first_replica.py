@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from penstock.execute.replicas import first_replica
 from penstock.execute.replicas.first_replica import SavedBuffers, Share, share_all
-from tests.local_pipelines import on_ranks, values
+from tests.support.local_pipelines import on_ranks, values
 
 
 def tensors_of(rank):

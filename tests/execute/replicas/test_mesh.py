@@ -10,8 +10,8 @@ from penstock import build
 from penstock.errors import ConfigError
 from penstock.execute.replicas.mesh import MeshRanks, read_mesh, require_sizes
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import error_of, float_layers, square_loss
-from tests.mesh_pipelines import local_mesh, on_mesh
+from tests.support.local_pipelines import error_of, float_layers, square_loss
+from tests.support.mesh_pipelines import local_mesh, on_mesh
 
 
 def test_threads_are_numbered_replica_by_replica():

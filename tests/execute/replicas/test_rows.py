@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.execute.replicas.rows import Rows
-from tests.local_pipelines import values
+from tests.support.local_pipelines import values
 
 SHAPES = [(), (1,), (5,), (5, 3), (1, 2), (0, 3), (4, 0), (8, 2, 3, 3)]
 

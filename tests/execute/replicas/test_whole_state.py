@@ -7,8 +7,8 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.parameters.gathered import blocks_of
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.values.tensors import is_dtensor, local_part
-from tests.local_pipelines import settle
-from tests.mesh_pipelines import on_mesh
+from tests.support.local_pipelines import settle
+from tests.support.mesh_pipelines import on_mesh
 
 
 class Scaled(nn.Linear):

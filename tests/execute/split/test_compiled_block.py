@@ -16,9 +16,9 @@ from penstock.execute.split.compiled_block import BlockBackward, CompiledBlock, 
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from penstock.execute.split.weight_graph import WeightGraph
 from tests.execute.split.test_deferred_weights import begun
-from tests.inductor import skip_without_inductor
-from tests.local_pipelines import error_of, settle, values
-from tests.one_stage import kept_by, run_input_part, run_weight_part
+from tests.support.inductor import skip_without_inductor
+from tests.support.local_pipelines import error_of, settle, values
+from tests.support.one_stage import kept_by, run_input_part, run_weight_part
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
 

@@ -19,8 +19,8 @@ from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.split.graph_search import Survey
 from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.split.products import Product
-from tests.local_pipelines import settle, values
-from tests.one_stage import Again, kept_by, run_input_part, run_weight_part
+from tests.support.local_pipelines import settle, values
+from tests.support.one_stage import Again, kept_by, run_input_part, run_weight_part
 
 WIDTH = 6
 IMAGES = (2, 4, 5, 5)

@@ -4,7 +4,7 @@ from torch import nn
 
 from penstock.execute.split import finders
 from penstock.execute.undocumented import kind_of
-from tests.local_pipelines import WIDTH, values
+from tests.support.local_pipelines import WIDTH, values
 
 
 def test_no_kind_of_node_has_two_finders():

@@ -7,7 +7,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from penstock.execute.split.graph_search import search
-from tests.local_pipelines import WIDTH, values
+from tests.support.local_pipelines import WIDTH, values
 
 
 def weight():

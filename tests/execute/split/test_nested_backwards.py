@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.execute.split.deferred_weights import NestedBackwards
-from tests.local_pipelines import WIDTH, values
+from tests.support.local_pipelines import WIDTH, values
 
 
 def weight():

@@ -13,7 +13,7 @@ from penstock.ir.schedule import Schedule
 from penstock.moving.dualpipe import WeightGradStore
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     WIDTH,
     Task,
     difference,
@@ -25,7 +25,7 @@ from tests.local_pipelines import (
     values,
     zero,
 )
-from tests.own_weight_gradients import Adding, Building, Closing, Fused, Plain, layers_of
+from tests.support.own_weight_gradients import Adding, Building, Closing, Fused, Plain, layers_of
 
 KINDS = (Fused, Adding, Closing, Building)
 SCHEDULES = ("1f1b", "zb-h1", "dualpipe", "zbv", "interleaved-zb", "dualpipe-v")
@@ -76,7 +76,9 @@ def test_they_are_computed_in_w_and_in_a_whole_backward_at_once(kind, monkeypatc
             seen.append("I")
             super().keep(gradient, features)
 
-    monkeypatch.setattr("tests.own_weight_gradients.weight_gradient", lambda g, x: seen.append("W") or g.t() @ x)
+    monkeypatch.setattr(
+        "tests.support.own_weight_gradients.weight_gradient", lambda g, x: seen.append("W") or g.t() @ x
+    )
 
     on_ranks(1, run_task, task_of(Seen, rows=2, num_layers=1), two_then_two(), 2)
     assert seen == ["I", "I", "W", "W"]

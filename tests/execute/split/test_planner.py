@@ -16,8 +16,8 @@ from penstock.errors import PenstockWarning
 from penstock.execute.split import planner as planner_module
 from penstock.execute.split.graph_search import search
 from penstock.execute.split.planner import SMALL, Reason, SplitPlanner
-from tests.local_pipelines import values
-from tests.one_stage import run_input_part, run_weight_part
+from tests.support.local_pipelines import values
+from tests.support.one_stage import run_input_part, run_weight_part
 
 WIDTH = 4
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import PipelineError
 from penstock.execute.split.products import NODES
 from penstock.execute.split.weight_graph import WeightGraph
-from tests.local_pipelines import values
+from tests.support.local_pipelines import values
 
 TOKENS = torch.tensor([[1, 4, 0], [4, 4, 2]])
 MATRIX = values(3, 5, 4)

@@ -22,8 +22,8 @@ from tests.execute.split.test_deferred_weights import (
     two_parts,
     whole,
 )
-from tests.local_pipelines import settle, values
-from tests.one_stage import run_weight_part
+from tests.support.local_pipelines import settle, values
+from tests.support.one_stage import run_weight_part
 
 WIDTH = 6
 RUNS = []

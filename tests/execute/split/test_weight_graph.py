@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.execute.split.weight_graph import WeightGraph, makes_weights, may_make_weights, num_multiplications
-from tests.local_pipelines import WIDTH, values
+from tests.support.local_pipelines import WIDTH, values
 
 
 class Own(torch.autograd.Function):

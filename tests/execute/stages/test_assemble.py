@@ -14,8 +14,8 @@ from penstock.execute.stages.skips import SkipPart
 from penstock.models import Skip
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from tests.local_pipelines import WIDTH, Task, error_of, on_ranks, settle, square_loss, step_task, values
-from tests.one_stage import OneStage
+from tests.support.local_pipelines import WIDTH, Task, error_of, on_ranks, settle, square_loss, step_task, values
+from tests.support.one_stage import OneStage
 
 CPU = torch.device("cpu")
 LINE = Placement.line(3)

@@ -8,8 +8,8 @@ from penstock.execute.stages.auxiliary import AddedLossPart, Auxiliary, take_all
 from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.stage import Stage
 from penstock.models import AuxiliaryLoss
-from tests.local_pipelines import WIDTH, settle, values
-from tests.one_stage import PLACE, OneStage, step_of
+from tests.support.local_pipelines import WIDTH, settle, values
+from tests.support.one_stage import PLACE, OneStage, step_of
 
 
 class Probed(nn.Module):

@@ -13,8 +13,8 @@ from penstock.execute.stages.carried import Carrying, begin_slice, refuse_layers
 from penstock.execute.stages.feature import modules_with
 from penstock.execute.stages.stage import Stage
 from penstock.models import Carry
-from tests.local_pipelines import values
-from tests.one_stage import OneStage, step_of
+from tests.support.local_pipelines import values
+from tests.support.one_stage import OneStage, step_of
 
 WIDTH = 3
 NUM_SLICES = 3

@@ -11,7 +11,7 @@ from penstock.execute.stages.stage import Stage
 from penstock.execute.undocumented_compiler import COMPILED
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, block, error_of, gradients_of, named, square_loss, values
+from tests.support.local_pipelines import WIDTH, block, error_of, gradients_of, named, square_loss, values
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
 

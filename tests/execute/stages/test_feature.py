@@ -9,7 +9,7 @@ from penstock.execute.stages.feature import has_methods
 from penstock.models import AuxiliaryLoss, Carry, Skip
 from penstock.pipeline import Pipeline
 from penstock.skipping import Skipping
-from tests.local_pipelines import WIDTH, on_ranks, square_loss
+from tests.support.local_pipelines import WIDTH, on_ranks, square_loss
 
 PROTOCOLS = {Auxiliary: AuxiliaryLoss("size", weight=0.1), Skipping: Skip("features"), Carrying: Carry()}
 

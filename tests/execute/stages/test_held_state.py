@@ -9,8 +9,8 @@ from penstock.execute.stages.assemble import assemble
 from penstock.execute.stages.held_state import count_parameters, described_state, held_tensors, require_equal_replicas
 from penstock.execute.stages.stage import Stage
 from penstock.placement import Placement
-from tests.local_pipelines import error_of
-from tests.mesh_pipelines import local_mesh
+from tests.support.local_pipelines import error_of
+from tests.support.mesh_pipelines import local_mesh
 
 
 def stage(*modules):

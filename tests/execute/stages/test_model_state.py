@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import (
+from tests.support.local_pipelines import (
     WIDTH,
     block,
     error_of,

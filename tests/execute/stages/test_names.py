@@ -5,7 +5,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.execute.stages.names import full_name, named_parameters, part_of_state
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 
 WORDS, TARGET = torch.arange(12).reshape(6, 2) % 7, torch.arange(12).reshape(6, 2) % 5
 

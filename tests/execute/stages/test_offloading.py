@@ -13,8 +13,8 @@ from penstock.errors import PipelineError
 from penstock.execute.stages.offloading import begin_movable, is_on_host, movable, saved_in
 from penstock.execute.stages.recompute import Recomputation
 from penstock.execute.stages.stage import Stage
-from tests.local_pipelines import WIDTH, settle, values
-from tests.one_stage import PLACE, OneStage
+from tests.support.local_pipelines import WIDTH, settle, values
+from tests.support.one_stage import PLACE, OneStage
 
 ROWS = 4
 ONE = 4 * ROWS * WIDTH

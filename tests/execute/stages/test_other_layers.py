@@ -11,8 +11,8 @@ import penstock as ps
 from penstock.errors import ConfigError, PipelineError
 from penstock.execute.stages.other_layers import free_other_layers
 from penstock.models.cutting.points import saved_tensors
-from tests.local_pipelines import error_of, on_ranks
-from tests.ranks import run_ranks
+from tests.support.local_pipelines import error_of, on_ranks
+from tests.support.ranks import run_ranks
 
 INPUTS, TARGET = torch.arange(32.0).reshape(8, 4).sin(), torch.zeros(8, 4)
 

@@ -9,8 +9,8 @@ from torch import nn
 from penstock.execute.stages.stage import Stage
 from penstock.pipeline import Pipeline
 from tests.execute.ops.test_messages import frames_from_the_loop
-from tests.local_pipelines import WIDTH, block, float_task, on_ranks, step_task, values
-from tests.one_stage import OneStage
+from tests.support.local_pipelines import WIDTH, block, float_task, on_ranks, step_task, values
+from tests.support.one_stage import OneStage
 
 
 def leaf(seed=1, rows=3):

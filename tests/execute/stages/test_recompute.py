@@ -7,8 +7,8 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.stages.recompute import BufferCopier, Checkpoint, Recomputation, on_copied_buffers
 from penstock.execute.stages.stage import Stage
-from tests.local_pipelines import WIDTH, block, values
-from tests.one_stage import PLACE, OneStage
+from tests.support.local_pipelines import WIDTH, block, values
+from tests.support.one_stage import PLACE, OneStage
 
 
 class Again(OneStage):

@@ -12,10 +12,10 @@ from penstock.errors import PartitionError
 from penstock.execute.stages.shared_builders import build_own
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, token_loss
-from tests.ranks import run_ranks
-from tests.reference import reference_step
-from tests.test_tied_steps import OPTIMIZERS, TASKS, learn
+from tests.acceptance.ties.test_tied_steps import OPTIMIZERS, TASKS, learn
+from tests.support.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, token_loss
+from tests.support.ranks import run_ranks
+from tests.support.reference import reference_step
 
 FLOAT64 = torch.float64
 

@@ -11,7 +11,7 @@ from penstock.errors import PenstockError
 from penstock.execute.stages.skips import SkipPart, StageSkipBuffer, StageSkips, open_at, skip_names
 from penstock.execute.stages.stage import Stage
 from penstock.models import Skip
-from tests.one_stage import OneStage
+from tests.support.one_stage import OneStage
 
 
 class Puts(nn.Module):

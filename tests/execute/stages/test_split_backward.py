@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import MAX_SHOWN, PenstockWarning
 from penstock.execute.stages.stage import Stage
-from tests.local_pipelines import WIDTH, block, settle, values
-from tests.one_stage import OneStage
+from tests.support.local_pipelines import WIDTH, block, settle, values
+from tests.support.one_stage import OneStage
 
 
 def run(parts, layer=None, *, is_split=True):

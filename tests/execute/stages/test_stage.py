@@ -3,7 +3,7 @@
 from torch import nn
 
 from penstock.execute.stages.stage import Stage
-from tests.local_pipelines import WIDTH
+from tests.support.local_pipelines import WIDTH
 
 
 def test_a_parameter_that_is_used_twice_is_listed_once_under_its_first_name():

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.local_pipelines import error_of
-from tests.replicas import (
+from tests.support.local_pipelines import error_of
+from tests.support.replicas import (
     FLOAT,
     assert_gradients,
     expected_gradients,

@@ -7,7 +7,7 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.transport.agreed_layouts import AgreedLayouts
 from penstock.pipeline import Pipeline
-from tests.local_pipelines import WIDTH, error_of, float_layers, on_ranks, square_loss, values, zero
+from tests.support.local_pipelines import WIDTH, error_of, float_layers, on_ranks, square_loss, values, zero
 
 FIRST, SECOND = (1, 0, 0), (2, 0, 0)
 

@@ -14,7 +14,7 @@ from penstock.execute.transport.calls import (
 )
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.rank_names import RankNames
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 SAVE, STEP, OTHER_STEP = b"save\ta.py:1", b"step\ta.py:2", b"step\tb.py:3"
 SECOND_STEP = STEP.replace(b"step", numbered("step", 2).encode())

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import LocalTransport, TorchTransport
-from tests.local_wires import ordered
-from tests.ranks import RankPool, run_ranks, run_ranks_with_deaths
+from tests.support.local_wires import ordered
+from tests.support.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
 MAX_WAIT_S = 60.0
 """How long a test may take on a busy machine."""

@@ -15,8 +15,8 @@ from penstock.execute.transport.device_queue import DeviceQueue, await_device, d
 from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
 from tests.execute.transport.test_backend_links import Work
-from tests.local_pipelines import error_of, float_task, on_ranks, pipeline_of, run_task, step_task
-from tests.ranks import run_ranks
+from tests.support.local_pipelines import error_of, float_task, on_ranks, pipeline_of, run_task, step_task
+from tests.support.ranks import run_ranks
 
 DEADLINE_S = 2.0
 

@@ -10,7 +10,7 @@ from penstock.execute.transport import Ticket
 from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS
 from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.messages import Messenger
-from tests.local_pipelines import error_of, on_ranks, values
+from tests.support.local_pipelines import error_of, on_ranks, values
 
 CPU = torch.device("cpu")
 FIRST, SECOND = (1, 0, 0), (1, 1, 0)

@@ -10,7 +10,7 @@ from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.places import Places
 from penstock.execute.transport.rank_names import RankNames
 from tests.execute.transport.test_device_queue import Notes
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 NUMBERS = [0, 1, 4, 5]
 

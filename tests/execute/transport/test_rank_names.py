@@ -5,7 +5,7 @@ import torch
 
 from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.rank_names import RankNames, rank_names
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 
 NAMES = RankNames.on_mesh([4, 6], [{"pipeline": 0, "data": 2}, {"pipeline": 1, "data": 2}])
 

@@ -21,7 +21,7 @@ from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rendezvous import MAX_PACKET_BYTES, Listener, SocketKey, connect_all
 from penstock.pipeline import Pipeline
 from tests.execute.transport.test_sockets import read
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 MAX_WAIT_S = 20.0
 TAGS = (0, 1)

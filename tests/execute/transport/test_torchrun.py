@@ -8,8 +8,8 @@ import torch
 
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.execute.transport.torchrun import DefaultGroup, Launch, backend_for
-from tests.page_ranks import free_port, run_script
-from tests.pages import environment
+from tests.support.page_ranks import free_port, run_script
+from tests.support.pages import environment
 
 SET = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 BEGIN = """\

@@ -13,10 +13,10 @@ from torch import nn
 import penstock as ps
 from penstock.errors import ConfigError, NotFinite, PipelineError
 from penstock.execute.transport.uncaught import install, text_of
-from tests.forked_python import ForkedPython
-from tests.local_pipelines import error_of
-from tests.page_ranks import _settings_of, free_port
-from tests.pages import environment
+from tests.support.forked_python import ForkedPython
+from tests.support.local_pipelines import error_of
+from tests.support.page_ranks import _settings_of, free_port
+from tests.support.pages import environment
 
 SCRIPT = """\
 import sys

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from penstock.execute.transport import LocalTransport, TorchTransport, world
 from penstock.execute.transport.world import carries, default_device, default_transport, shares_process
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def test_without_torch_distributed_one_process_is_the_whole_world():

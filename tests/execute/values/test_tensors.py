@@ -19,7 +19,7 @@ from penstock.execute.values.tensors import (
     stored,
     written_out,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def made(shape, order):

@@ -14,7 +14,7 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.ir.formats.test_torch_csv import assert_same_columns
-from tests.strategies import ends, feasible_schedules
+from tests.support.strategies import ends, feasible_schedules
 
 SCHEDULE = build("1f1b", ranks=2, microbatches=3)
 PROGRAM = lower(SCHEDULE, tied_groups=[(0, 1)], optimizer_step=True)

@@ -11,9 +11,9 @@ from penstock.ir.formats import megatron
 from penstock.ir.formats.megatron import from_megatron, to_megatron
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.grids import assert_grid
 from tests.proofs.tables import schedule_of
 from tests.schedules.golden import recorded, sizes
+from tests.support.grids import assert_grid
 
 TABLE = """\
 Megatron-LM schedule table

@@ -15,7 +15,7 @@ from penstock.ir.timeline import DataWait, Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from tests.strategies import schedules
+from tests.support.strategies import schedules
 
 
 def recorded_step(schedule, seed=0):

@@ -16,8 +16,8 @@ from penstock.lowering import lower
 from penstock.lowering.assign_slots import assign_slots
 from penstock.proofs import check
 from penstock.schedules import build
-from tests.strategies import ends, feasible_schedules, schedules
-from tests.work import lines_run
+from tests.support.strategies import ends, feasible_schedules, schedules
+from tests.support.work import lines_run
 
 FROM_TORCH = json.loads((Path(__file__).parents[2] / "data" / "torch_csv.json").read_text(encoding="utf-8"))
 ROWS = {key: case for key, case in FROM_TORCH.items() if "rows" in case}

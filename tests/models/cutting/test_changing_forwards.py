@@ -9,7 +9,7 @@ from torch import nn
 import penstock as ps
 from penstock.errors import PenstockError
 from penstock.models.cutting.cut import cut
-from tests.local_pipelines import square_loss, values
+from tests.support.local_pipelines import square_loss, values
 
 ROWS, TARGET = values(1, 8, 3, 4, dtype=torch.float64), values(2, 8, 3, 4, dtype=torch.float64)
 MASK = (torch.arange(24).reshape(8, 3, 1) % 3 != 0).double()

@@ -8,7 +8,7 @@ import penstock as ps
 from penstock.errors import ConfigError
 from penstock.models.cutting.cut import cut, segments
 from penstock.models.cutting.points import cut_model
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from penstock.train.data.dataset import BatchOptions, TokenDataset
 from penstock.train.data.sequences import Source
 from penstock.train.settings.sections import OptimizerSection
 from penstock.train.step import Trainer
-from tests.local_pipelines import error_of
+from tests.support.local_pipelines import error_of
 from tests.train.local_ranks import VOCABULARY, on_small_pipelines, small_layers
 
 WAIT_S = 10.0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.train.data.sequences import PATTERN_LENGTH, Mixture, Source, Windows, permuted
-from tests.work import lines_run
+from tests.support.work import lines_run
 
 TOKENS = np.arange(1001, dtype=np.uint16)
 WEIGHTS = [[1.0], [1.0, 1.0], [3.0, 1.0], [0.7, 0.2, 0.1], [1e-9, 1.0], [5.0, 5.0, 5.0, 5.0]]

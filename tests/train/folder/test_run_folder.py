@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.execute.observing.log import LOG
 from penstock.train.folder.run_folder import HeldFolder, RunFolder, numbered_folders, run_log, run_path
 from penstock.train.settings.config import config_from_table, config_to_toml
-from tests.test_files import largest_file
+from tests.package.test_files import largest_file
 
 
 def config_in(folder):

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.train.folder.run_lock import RunLock, holder_of
-from tests.forks import forks
+from tests.support.forks import forks
 
 
 def hold_until_killed(folder, how, connection):

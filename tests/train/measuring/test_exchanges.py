@@ -22,9 +22,9 @@ from penstock.train.measuring.exchanges import (
     measure_exchanges,
 )
 from penstock.train.profiling import profile_pipeline
-from tests.local_pipelines import on_ranks
-from tests.mesh_pipelines import Job, on_mesh, pipeline_of
-from tests.rank_clocks import RankClocks, clocked
+from tests.support.local_pipelines import on_ranks
+from tests.support.mesh_pipelines import Job, on_mesh, pipeline_of
+from tests.support.rank_clocks import RankClocks, clocked
 from tests.train.local_ranks import small_layers
 from tests.train.test_profiling import dataset
 

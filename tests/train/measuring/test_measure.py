@@ -14,7 +14,7 @@ from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.partition.split import split_layers
 from penstock.pipeline import Pipeline
 from penstock.train.measuring.measure import LayerTimes, measure_layers
-from tests.local_pipelines import error_of, on_ranks, square_loss
+from tests.support.local_pipelines import error_of, on_ranks, square_loss
 
 WIDTH = 3
 

@@ -14,7 +14,7 @@ from penstock.train.model_source import build_layers
 from penstock.train.profiling import profile_run
 from penstock.train.settings.config import config_from_table
 from penstock.train.watching.recorded_step import read_recorded_step
-from tests.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 NAMES = ["embedding", "blocks.0", "blocks.1", "norm", "head"]
 LAST_HEAVY = [1.0, 1.0, 1.0, 1.0, 9.0]

@@ -9,7 +9,7 @@ import torch
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.optimizing.update import Update
 from penstock.train.settings.sections import OptimizerSection, PrecisionSection
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 from tests.train.local_ranks import random_batch, small_layers, small_pipeline
 
 OPTIONS = OptimizerSection(learning_rate=1e-2, clip_norm=0.5)

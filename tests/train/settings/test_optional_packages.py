@@ -12,7 +12,7 @@ from penstock.train.settings.optional_packages import (
     describe_missing_pictures,
     require_packages,
 )
-from tests.tiny_run import PENSTOCK, fork, settings
+from tests.support.tiny_run import PENSTOCK, fork, settings
 
 # The settings that ask for each package.
 ASKED = {

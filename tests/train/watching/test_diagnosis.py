@@ -20,10 +20,10 @@ from penstock.simulation.causes import Cause
 from penstock.train.settings.config import config_from_table
 from penstock.train.watching.diagnosis import ReplicaWaits, diagnose, replica_waits, setting_of
 from tests.cli.recorded_steps import recorded_step as simulated_step
-from tests.planted import CLOCKS, Planted
 from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.events import uneven_costs
-from tests.strategies import schedules
+from tests.support.planted import CLOCKS, Planted
+from tests.support.strategies import schedules
 
 NUM_TRIALS = 5
 

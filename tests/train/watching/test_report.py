@@ -21,7 +21,7 @@ from penstock.tables import NO_SCREEN, Screen
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.settings.config import config_from_table
 from penstock.train.watching.report import TrainingResult, device_line, opening_lines, write_report
-from tests.local_pipelines import on_ranks
+from tests.support.local_pipelines import on_ranks
 from tests.train.local_ranks import small_layers, small_pipeline
 
 RESULT = TrainingResult(num_steps=40, loss=1.5, held_out_loss=1.75, timeline=None)

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.train.settings.config import config_from_table, config_to_toml
 from penstock.train.settings.sections import MetricsSection
 from penstock.train.watching.sinks import open_jsonl, open_tensorboard, open_wandb
-from tests.test_files import largest_file
+from tests.package.test_files import largest_file
 
 
 def test_a_line_is_in_the_file_when_it_is_written(tmp_path):

@@ -1,0 +1,333 @@
+"""Every command with wrong, doubled and contradictory arguments, files in the way, and outputs that cannot take all.
+
+What somebody new gets wrong first is among them: each is one message, which leads to what was meant.
+"""
+
+import io
+import os
+import re
+import sys
+
+import pytest
+
+from penstock.cli import main
+from penstock.cli.entry import COMMANDS
+from penstock.schedules import build
+from tests.support.tiny_run import write_tiny_run
+
+SIZE = ["--ranks", "2", "--microbatches", "4"]
+SCHEDULE = build("1f1b", ranks=2, microbatches=4)
+NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+
+NEEDS_MORE = [name for name in NAMES if name not in ("init", "schedules")]
+WRONG_USAGE = {
+    "two schedules": (["show", "1f1b", "--function", "mine.py:f", *SIZE], "give either NAME or --function"),
+    "a folder and the machine": (["doctor", "run", "--system"], "give either RUN_DIR or --system"),
+    "a format of the machine": (
+        ["doctor", "--system", "--to", "json"],
+        "--to, --memory-limit and --split are for a RUN_DIR",
+    ),
+    "two folders": (["train", "run.toml", "--fresh", "--force"], "--force: not allowed with argument --fresh"),
+    "lowered and not": (["convert", "a", "b", "--lowered", "--compute-only"], "--compute-only: not allowed with"),
+    "a number twice": (["compare", "1f1b", *SIZE, "--ranks", "4"], "--ranks is given twice; keep one"),
+    "a format twice": (["schedules", "--to", "text", "--to", "markdown"], "--to is given twice; keep one"),
+    "a file twice": (["show", "1f1b", *SIZE, "-o", "a.svg", "--output", "b.svg"], "--output is given twice"),
+    "an unknown format": (["show", "1f1b", *SIZE, "--to", "yaml"], "--to: invalid choice: 'yaml'"),
+    "a word as number": (["check", "a.csv", "--ranks", "two"], "--ranks: 'two' is not a whole number"),
+    "a word as any number": (
+        ["generate", "run", "--prompt", "a", "--temperature", "hot"],
+        "--temperature: 'hot' is not a number",
+    ),
+    "a word as step": (["evaluate", "run", "--checkpoint", "last"], "--checkpoint: 'last' is not a whole number"),
+    "an empty name": (["show", "", *SIZE], "NAME is empty"),
+    "an empty file": (["check", ""], "FILE is empty"),
+    "an empty output": (["compare", "1f1b", *SIZE, "-o", ""], "-o is empty"),
+    "one argument too many": (["train", "run.toml", "other.toml"], "unexpected argument 'other.toml'"),
+    "no shape": (["show", "1f1b"], "1f1b needs --ranks P and --microbatches M"),
+    "a rank in words": (["show", "1f1b", "--ranks", "four", "--microbatches", "8"], "'four' is not a whole number"),
+    "nothing to compare": (["compare", *SIZE], "give "),
+    "ranks as an option": (["train", "run.toml", "--ranks", "2"], "a run file sets it: --set pipeline.ranks=VALUE"),
+    "a short option": (["show", "1f1b", "-r", "4"], "unknown option -r."),
+    "no command": (["help"], "unknown command 'help'; known: init, train, schedules, show"),
+    "a command misspelt": (["trian", "run.toml"], "Did you mean 'train'"),
+}
+REFUSED = {
+    "an option twice": (
+        ["show", "1f1b", *SIZE, "--set", "warmup=eager", "--set", "warmup=standard"],
+        "warmup is given twice, --set warmup=eager and --set warmup=standard; keep one",
+    ),
+    "a key of a run twice": (
+        ["train", "run.toml", "--set", "batch.size=2", "--set", "batch.size=4"],
+        "batch.size: is set twice, batch.size=2 and batch.size=4; keep one",
+    ),
+    "a key of a profile twice": (
+        ["profile", "run.toml", "--set", "batch.size=2", "--set", "batch . size=4"],
+        "batch.size: is set twice",
+    ),
+    "a limit that is none": (["check", "in.csv", "--memory-limit", "much"], "--memory-limit: 'much'; give"),
+    "a folder that is not there, of a picture": (
+        ["show", "1f1b", *SIZE, "-o", "nowhere/a.svg"],
+        "--output: nowhere is not a folder; make it first",
+    ),
+    "a file as folder": (["convert", "in.csv", "in.csv/a.json"], "OUT: in.csv is not a folder; make it first"),
+    "a limit in bytes where activations are counted": (
+        ["doctor", "run", "--memory-limit", "20GiB"],
+        "--memory-limit: 20GiB is a number of bytes, but a recorded step does not",
+    ),
+    "a size as option": (["show", "1f1b", *SIZE, "--set", "ranks=4"], "ranks: not an option of a schedule"),
+    "a misspelt size": (["show", "1f1b", *SIZE, "--set", "microbatch=3"], "Did you mean 'microbatches'"),
+    "a misspelt key": (["train", "run.toml", "--set", "pipeline.microbatch=3"], "Did you mean 'pipeline.microbatches'"),
+    "a size and its sweep": (["compare", "1f1b", *SIZE, "--sweep", "ranks=2,4"], "ranks is swept and given as --ranks"),
+    "a size of a search": (["search", *SIZE, "--sweep", "ranks=2,4"], "'ranks' cannot be swept; known: memory_limit."),
+    "capitals": (["show", "1F1B", *SIZE], "Did you mean '1f1b"),
+    "a name without its dash": (["show", "zbh1", *SIZE], "Did you mean 'zb-h1'"),
+    "a short name": (["show", "interleaved", *SIZE], "Did you mean 'interleaved-"),
+    "an option's wrong value": (["show", "1f1b", *SIZE, "--set", "warmup=x"], "choose standard or eager"),
+    "a folder as file": (["check", "."], ".: cannot be read (Is a directory)"),
+    "an odd number of ranks": (["show", "chimera", "--ranks", "3", "--microbatches", "4"], "use 4, or hanayo"),
+    "a format as suffix": (["show", "1f1b", *SIZE, "-o", "a.pdf"], "a.pdf has none of the suffixes .csv, .json"),
+    "an option of another": (["show", "gpipe", *SIZE, "--set", "warmup=eager"], "gpipe has no option 'warmup'"),
+    "costs in lower case": (["compare", "1f1b", *SIZE, "--costs", "f=1"], "there is no cost 'f'; known: F, B"),
+    "a file of costs that is none": (["compare", "1f1b", *SIZE, "--costs", "c.toml"], "cannot read 'c.toml'"),
+    "a limit in words": (["compare", "1f1b", *SIZE, "--memory-limit", "6 acts"], "'6 acts' has no known unit"),
+    "no schedule": (["check", "text.txt"], "text.txt:1:1: 'the' is not an action; expected stage, type, microbatch"),
+    "no run file": (
+        ["train", "none.toml"],
+        "none.toml: cannot be read: No such file or directory. Give the path of a TOML file",
+    ),
+    "a text as run file": (["train", "text.txt"], "text.txt:1:5: not TOML"),
+    "a key without a value": (
+        ["train", "run.toml", "--set", "batch.size"],
+        "'batch.size' is not of the form section.key=value, as in batch.size=32",
+    ),
+    "a number in words": (["train", "run.toml", "--set", "batch.size=four"], "batch.size: got 'four', expected"),
+    "a key without its section": (["train", "run.toml", "--set", "batchsize=4"], "Did you mean 'batch.size'?"),
+    "a key of others": (["train", "run.toml", "--set", "lr=1"], "Did you mean 'optimizer.learning_rate'?"),
+    "a schedule misspelt": (["train", "run.toml", "--set", "pipeline.schedule=1f2b"], "Did you mean '1f1b"),
+    "a batch that is too small": (["train", "run.toml", "--set", "batch.size=1"], "one sequence per microbatch"),
+    "no run to diagnose": (["doctor", "nothing"], "nothing is no folder; give the run folder of `penstock train`"),
+    "no runs": (["runs", "nothing"], "nothing is no folder; give a run's folder, or one that holds such"),
+}
+IN_THE_WAY = {
+    "show": ["show", "1f1b", *SIZE, "-o", "there.svg"],
+    "compare": ["compare", "1f1b", *SIZE, "-o", "there.json"],
+    "search": ["search", *SIZE, "-o", "there.json"],
+    "schedule of a search": ["search", *SIZE, "--schedule", "there.json"],
+    "convert": ["convert", "in.csv", "there.json"],
+    "profile": ["profile", "run.toml", "-o", "there.json"],
+    "profile in the run folder": ["profile", "run.toml"],
+}
+NOWHERE = {
+    "show": ["show", "1f1b", *SIZE, "-o", "/proc/a.svg"],
+    "compare": ["compare", "1f1b", *SIZE, "-o", "/proc/a.json"],
+    "search": ["search", *SIZE, "--seconds", "0", "-o", "/proc/a.json"],
+    "convert": ["convert", "in.csv", "/proc/a.json"],
+    "profile": ["profile", "run.toml", "-o", "/no/such/folder/costs.toml"],
+}
+PRINTING = {
+    "help": ["--help"],
+    "help of a command": ["compare", "--help"],
+    "schedules": ["schedules"],
+    "a family": ["schedules", "zbv"],
+    "markdown": ["schedules", "dualpipe", "--to", "markdown"],
+    "a grid": ["show", "1f1b", *SIZE],
+    "a program": ["show", "zbv", *SIZE, "--lowered"],
+    "a picture": ["show", "1f1b", *SIZE, "--to", "html"],
+    "a comparison": ["compare", "1f1b", "zbv", *SIZE],
+    "JSON": ["compare", "1f1b", "zbv", *SIZE, "--to", "json"],
+    "searches": ["search", *SIZE, "--seconds", "0", "--sweep", "memory_limit=1,2 microbatches"],
+    "a check": ["check", "in.csv"],
+    "a conversion": ["convert", "in.csv", "-", "--to", "json"],
+}
+
+
+def table(cases):
+    return pytest.mark.parametrize(("arguments", "told"), cases.values(), ids=cases.keys())
+
+
+def lines(cases):
+    return pytest.mark.parametrize("arguments", cases.values(), ids=cases.keys())
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with a run file, a schedule, and files that are in the way of results."""
+    write_tiny_run(tmp_path)
+    (tmp_path / "in.csv").write_text(SCHEDULE.to_csv())
+    (tmp_path / "run").mkdir()
+    for name in ("there.svg", "there.json", "run/costs.toml"):
+        (tmp_path / name).write_text("precious")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+class Terminal(io.TextIOWrapper):
+    """A terminal that keeps what it shows."""
+
+    def isatty(self):
+        return True
+
+    @property
+    def shown(self):
+        self.flush()
+        return self.buffer.getvalue().decode(self.encoding)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Replace standard output by a terminal of some encoding."""
+
+    def replace(encoding="utf-8"):
+        shown = Terminal(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", shown)
+        return shown
+
+    return replace
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def refusal(here, capsys):
+    """Run a command that must be refused with one message and change nothing, and return the message."""
+
+    def run(arguments, status=1):
+        before = contents(here)
+
+        assert main(arguments) == status
+        said, complained = capsys.readouterr()
+        assert said == ""
+        assert complained.startswith("penstock: " if status == 1 else "penstock")
+        assert len(re.findall("^penstock", complained, flags=re.MULTILINE)) == 1
+        assert len(complained.splitlines()) <= 2
+        assert "Traceback" not in complained
+        assert "Did you mean '-" not in complained or "'--" in complained
+        assert contents(here) == before
+        return complained
+
+    return run
+
+
+@pytest.mark.parametrize("name", NEEDS_MORE)
+def test_a_command_without_arguments_says_what_it_needs(name, capsys):
+    assert main([name]) == 2
+    complaint, hint = capsys.readouterr().err.splitlines()
+    assert re.match(rf"penstock {name}: (give |the following arguments are required: )", complaint)
+    assert hint == f"Try `penstock {name} --help`."
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_option_is_wrong_usage_of_its_command(name, capsys):
+    assert main([name, "--ouptut", "a"]) == 2
+    assert capsys.readouterr().err.startswith(f"penstock {name}: ")
+
+
+@table(WRONG_USAGE)
+def test_wrong_usage_is_told_in_two_lines(refusal, arguments, told):
+    complained = refusal(arguments, status=2)
+
+    assert told in complained
+    assert len(complained.splitlines()) == 2
+
+
+def test_an_old_option_leads_to_its_new_name(refusal):
+    assert "--format is called --to now" in refusal(["show", "1f1b", *SIZE, "--format", "csv"], status=2)
+
+
+@table(REFUSED)
+def test_arguments_of_no_use_are_refused(refusal, arguments, told):
+    assert told in refusal(arguments)
+
+
+@lines(IN_THE_WAY)
+def test_a_file_that_exists_is_kept(refusal, arguments):
+    assert re.search(r"exists; give another name, or --force to replace it", refusal(arguments))
+
+
+@lines({name: IN_THE_WAY[name] for name in ("show", "compare", "convert", "search")})
+def test_a_file_that_exists_is_replaced_on_request(here, arguments):
+    assert main([*arguments, "--force"]) == 0
+    assert "precious" not in (here / arguments[-1]).read_text()
+
+
+@lines(NOWHERE)
+def test_a_folder_that_cannot_be_written_is_named(refusal, arguments):
+    message = refusal(arguments)
+
+    assert arguments[-1].rpartition("/")[0] in message
+    assert "cannot be written" in message or "is not a folder" in message
+
+
+@lines(PRINTING)
+def test_a_full_disk_is_one_message(capsys, monkeypatch, arguments):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status = main(arguments)
+
+    assert capsys.readouterr().err.startswith("penstock: standard output cannot be written: No space left on device")
+    assert status == 1
+
+
+@lines(PRINTING)
+def test_a_pipe_that_closes_is_no_error(capsys, monkeypatch, arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        status = main(arguments)
+
+    assert (status, capsys.readouterr().err) == (0, "")
+
+
+@lines({name: arguments for name, arguments in PRINTING.items() if name != "a picture"})
+def test_an_ascii_terminal_gets_what_it_can_show(capsys, terminal, arguments):
+    shown = terminal("ascii")
+
+    assert main(arguments) == 0
+    assert shown.shown
+    assert capsys.readouterr().err == ""
+
+
+@lines(PRINTING)
+def test_no_color_is_shown_where_none_is_wanted(monkeypatch, terminal, arguments):
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = terminal()
+
+    assert main(arguments) == 0
+    assert "\x1b" not in shown.shown
+
+
+@pytest.mark.parametrize("width", [40, 250])
+@lines(
+    {
+        name: PRINTING[name]
+        for name in ("help", "schedules", "a family", "a grid", "a comparison", "searches", "a check")
+    }
+)
+def test_a_narrow_or_wide_terminal_is_served(monkeypatch, terminal, width, arguments):
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = terminal()
+
+    assert main(arguments) == 0
+    found = re.sub("\x1b\\[[0-9;]*m", "", shown.shown).splitlines()
+    to_copy = "penstock show "  # a command stays on one line
+    assert 0 < max(len(line) for line in found if not line.startswith(to_copy)) <= width
+
+
+def test_names_need_not_stand_together(capsys):
+    assert main(["compare", "1f1b", "--ranks", "2", "zbv", "--microbatches", "4"]) == 0
+    assert "zbv" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_ranks_whose_numbers_overflow_end_with_7(capfd):
+    # An epsilon that float32 lacks: AdamW divides zero by zero for embeddings that the batch does not use.
+    settings = ["--set", "pipeline.ranks=2", "--set", "optimizer.epsilon=1e-300", "--set", "run.folder=other"]
+
+    assert main(["train", "run.toml", *settings]) == 7
+    complained = capfd.readouterr().err
+    assert re.fullmatch(r"penstock: step 2: the loss is nan; expected a finite number\..*\n", complained)

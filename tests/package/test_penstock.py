@@ -1,0 +1,129 @@
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import penstock as ps
+
+
+def fresh_process(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_importing_it_loads_nothing_heavy():
+    code = "import json, sys, penstock; print(json.dumps(sorted(sys.modules)))"
+
+    loaded = set(json.loads(fresh_process(code)))
+
+    assert not loaded & {"torch", "numpy", "numba", "matplotlib", "pydantic", "rich"}
+
+
+def test_planning_a_small_schedule_loads_neither_torch_nor_numba_nor_masked_arrays():
+    """numpy loads numpy.ma for np.unique, which takes half as long as planning for 8 ranks."""
+    code = (
+        "import json, sys, numpy; loaded_by_numpy = set(sys.modules); import penstock as ps; "
+        "ps.plan(ps.build('1f1b', ranks=8, microbatches=32), ps.Costs.uniform()); "
+        "print(json.dumps(sorted(set(sys.modules) - loaded_by_numpy)))"
+    )
+
+    loaded = set(json.loads(fresh_process(code)))
+
+    assert not loaded & {"torch", "numba", "numpy.ma"}
+
+
+def test_every_public_name_is_there():
+    assert [name for name in ps.__all__ if not hasattr(ps, name)] == []
+    assert len(ps.__all__) <= 55  # also what options and errors tell users to pass, such as merge rules
+    assert dir(ps) == sorted(ps.__all__)
+
+
+def test_type_checkers_read_the_same_names_from_the_same_modules():
+    stub = ast.parse(Path(ps.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    lines = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+
+    assert {node.names[0].asname: node.module for node in lines} == ps._HOMES
+    assert [node.names[0].name for node in lines] == [node.names[0].asname for node in lines]
+
+
+def test_texts_name_what_is_public_by_its_short_name():
+    classes = "|".join(name for name in ps._HOMES if name[0].isupper())
+    long = re.compile(rf"penstock(?:\.[a-z_]+)+\.({classes})\b")
+    root = Path(__file__).parents[2]
+    for path in [*root.glob("src/**/*.py"), *root.glob("docs/**/*.md"), root / "README.md"]:
+        text = path.read_text(encoding="utf-8")
+
+        assert not long.findall(text), path
+        if path.suffix == ".py":
+            assert set(re.findall(r"\bps\.([A-Za-z_]+)", text)) <= set(ps.__all__), path
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'Pipelines'"):
+        _ = ps.Pipelines
+
+
+def test_the_five_lines_of_the_face_plan_and_predict():
+    schedule = ps.build("1f1b", ranks=4, microbatches=8)
+    ps.check(schedule)
+    program = ps.lower(schedule)
+
+    timeline = ps.simulate(program, ps.Costs.uniform(forward=1, backward_input=1, backward_weight=1))
+
+    assert timeline.makespan_s == (8 + 3) * 3
+    assert timeline.bubble_fraction == pytest.approx(3 / 11)
+    assert timeline.peak_activations == [4, 3, 2, 1]
+
+
+SCHEDULE = ps.build("1f1b", ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda: ps.check(None), "table: None; expected a Schedule or a Program"),
+        (lambda: ps.plan(None, ps.Costs.uniform()), "table: None; expected a Schedule or a Program"),
+        (lambda: ps.check(SCHEDULE, memory_limit="3"), "memory_limit: 3 is a number of bytes, but there are no costs"),
+        (lambda: ps.lower(ps.lower(SCHEDULE)), "of type Program; expected a Schedule that is not lowered yet"),
+        (lambda: ps.lower("1f1b"), "schedule: '1f1b' of type str; expected a Schedule"),
+        (lambda: ps.simulate("1f1b", ps.Costs.uniform()), "of type str; expected a Schedule or a Program"),
+        (lambda: ps.simulate(ps.lower(SCHEDULE), None), "costs: None; expected Costs"),
+        (lambda: ps.Schedule.from_csv(None), "text: None; expected a text"),
+        (lambda: ps.Schedule.from_json(b"{}"), "text: b'{}' of type bytes; expected a text"),
+        (lambda: ps.Program.from_csv(3), "text: 3 of type int; expected a text"),
+        (lambda: ps.Program.from_json(None), "text: None; expected a text"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_with_what_was_expected(act, told):
+    with pytest.raises(ps.ConfigError) as caught:
+        act()
+
+    assert told in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    schedule = ps.build("1f1b", ranks=np.int64(2), microbatches=np.int32(2))
+
+    assert schedule == SCHEDULE
+    costs = ps.Costs.uniform(activation_bytes=1)
+    limits = (np.int64(2), [2, 2], "2 bytes")
+    assert len({str(ps.check(schedule, costs=costs, memory_limit=limit)) for limit in limits}) == 1
+
+
+def test_the_same_lines_train_on_one_process():
+    import torch
+
+    layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
+    batch, labels = torch.randn(8, 4), torch.randn(8, 2)
+    pipeline = ps.Pipeline(layers, schedule="1f1b", microbatches=4, loss=torch.nn.functional.mse_loss)
+
+    result = pipeline.step(batch, target=labels)
+
+    expected = torch.nn.functional.mse_loss(torch.nn.Sequential(*layers)(batch), labels)
+    torch.testing.assert_close(result.loss, expected)
+    assert all(parameter.grad is not None for _, parameter in pipeline.named_parameters())
+    pipeline.close()

@@ -1,0 +1,297 @@
+"""Planning: what is wrong is said before anything runs, and a plan is proved."""
+
+import importlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.instruction import Op
+from penstock.lowering import Sharding, lower
+from penstock.planning import (
+    RecentTables,
+    few_microbatches,
+    memory_demand,
+    plan,
+    predict_peaks,
+    prove_and_lower,
+    prove_and_lower_once,
+    resolve_plan,
+)
+from penstock.proofs import Demand, check
+from penstock.schedules import build
+from penstock.simulation import Costs, LayerCosts
+from tests.proofs.tables import schedule_of, without
+from tests.support.strategies import feasible_schedules
+
+COSTS = Costs.uniform(forward=1, backward_input=1, backward_weight=1)
+BACKWARD_FIRST = schedule_of("0B0 0F0")
+
+
+@pytest.mark.feature("0.9", "X1", "X44")
+def test_a_plan_is_a_schedule_its_program_and_what_is_predicted_of_it():
+    schedule = build("1f1b", ranks=4, microbatches=6)
+
+    planned = plan(schedule, COSTS)
+
+    assert planned.schedule is schedule
+    assert planned.timeline.program is planned.program
+    assert planned.timeline.source == "predicted"
+    assert planned.timeline.makespan_s == pytest.approx((6 + 4 - 1) * 3)
+    assert planned.timeline.peak_activations == [4, 3, 2, 1]
+
+
+def test_a_schedule_that_cannot_run_is_not_planned():
+    with pytest.raises(ScheduleError, match="0B0"):
+        plan(BACKWARD_FIRST, COSTS)
+
+
+@pytest.mark.parametrize("limit", ["3 activations", [f"{most} activations" for most in (4, 3, 1, 1)]])
+def test_a_schedule_that_needs_too_much_memory_is_not_planned(limit):
+    with pytest.raises(ScheduleError):
+        plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit=limit)
+
+
+def test_a_schedule_within_its_memory_limit_is_planned():
+    found = plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit="4 activations")
+
+    assert found.timeline.peak_activations[0] == 4
+
+
+def test_costs_per_layer_are_those_of_the_layers_that_a_stage_has():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    layers = LayerCosts(activation_bytes=[1, 2, 4])
+
+    demand = memory_demand("5 bytes", layers, schedule, [range(1), range(1, 3)])
+
+    assert demand.costs.activation_bytes == (1, 6)
+    with pytest.raises(ScheduleError, match="the limit of rank 1 is 5"):
+        prove_and_lower(schedule, demand)
+    assert memory_demand(None, None, schedule, []) == Demand()
+
+
+@pytest.mark.feature("X23")
+def test_tied_groups_and_the_optimizer_step_are_part_of_the_program():
+    schedule = build("gpipe", ranks=2, microbatches=2)
+
+    program = prove_and_lower(schedule, tied_groups=[(1, 0)], optimizer_step=True)
+    plain = prove_and_lower(schedule)
+
+    for rank in range(2):
+        assert [instruction.op for instruction in program[rank]][-2:] == [Op.REDUCE_TIED, Op.OPTIMIZER_STEP]
+        assert not {Op.REDUCE_TIED, Op.OPTIMIZER_STEP} & {instruction.op for instruction in plain[rank]}
+
+
+def test_gathers_are_part_of_the_program():
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
+    sharding = Sharding("full", residency=1, look_ahead=0, units=((0, 2),))
+
+    program = prove_and_lower(schedule, sharding=sharding)
+
+    assert program == lower(schedule, shard="full", residency=1, look_ahead=0, units=[(0, 2)])
+    assert plan(schedule, Costs.uniform(), shard="full", residency=1).program == lower(
+        schedule, shard="full", residency=1
+    )
+    assert plan(schedule, Costs.uniform()).program == lower(schedule)
+
+
+def test_a_lowering_with_too_many_whole_stages_is_refused(monkeypatch):
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
+    planning = importlib.import_module("penstock.planning")
+    monkeypatch.setattr(planning, "lower", lambda table, **_: lower(table, shard="full", residency=2))
+
+    with pytest.raises(ScheduleError, match="makes 2 stages whole at once; rank 0 may have 1"):
+        prove_and_lower(schedule, sharding=Sharding("full", residency=1))
+    prove_and_lower(schedule, sharding=Sharding("optimizer", residency=1))
+
+
+def test_a_program_that_gathers_runs_as_it_is_and_one_that_does_not_is_refused_where_it_shall():
+    schedule = build("interleaved-1f1b", ranks=2, microbatches=4, stages_per_rank=2)
+    gathers, plain = lower(schedule, shard="full", residency=None), lower(schedule)
+    full = Sharding("full", residency=1)
+
+    assert prove_and_lower(gathers, sharding=full) is gathers
+    assert prove_and_lower(gathers) is gathers
+    with pytest.raises(ConfigError, match=r"never gathers stage 0, but shard='full' is given; lower its schedule with"):
+        prove_and_lower(plain, sharding=full)
+    with pytest.raises(ConfigError, match=r"gathers the stages \(\) together, but of the layers \(\(0, 2\),\) share"):
+        prove_and_lower(gathers, sharding=Sharding("full", units=((0, 2),)))
+    with pytest.raises(ConfigError, match="never gathers stage 0"):
+        prove_and_lower(lower(schedule.forward_only()), sharding=full)
+
+
+@pytest.mark.slow
+@given(schedule=feasible_schedules(), optimizer_step=st.booleans())
+def test_one_plan_is_the_proofs_and_the_lowering_on_their_own(schedule, optimizer_step):
+    program = prove_and_lower(schedule, optimizer_step=optimizer_step)
+
+    assert program == lower(schedule, optimizer_step=optimizer_step)
+    assert check(program).num_messages == check(schedule).num_messages
+
+
+def test_a_lowering_that_goes_wrong_is_refused(monkeypatch):
+    planning = importlib.import_module("penstock.planning")
+    monkeypatch.setattr(planning, "lower", lambda *given, **named: without(lower(*given, **named), "0SEND_F0"))
+
+    with pytest.raises(ScheduleError, match="1RECV_F0 has no send"):
+        prove_and_lower(build("gpipe", ranks=2, microbatches=2))
+
+
+def test_a_family_is_built_once_for_equal_options_and_anew_for_others():
+    def resolved(name="interleaved-1f1b", microbatches=8, **options):
+        return resolve_plan(name, ranks=4, microbatches=microbatches, stages_per_rank=2, options=options)
+
+    first = resolved()
+
+    assert resolved() is first
+    others = [resolved(microbatches=4), resolved("looped-bfs"), resolved(recompute=True)]
+    assert all(other != first for other in others)
+    assert resolved(recompute=True) is others[-1]
+    with pytest.raises(ConfigError, match="recompute"):
+        resolved(recompute=[])
+    with pytest.raises(ConfigError):
+        resolved(recompute=1.0)  # equal to True, but not alike
+
+
+def test_an_equal_plan_is_proved_once_and_any_other_one_anew():
+    one, equal = (build("1f1b", ranks=3, microbatches=5) for _ in range(2))
+    first = prove_and_lower_once(one)
+
+    assert prove_and_lower_once(equal) is first
+    assert first == prove_and_lower(one)
+    others = [
+        prove_and_lower_once(build("1f1b", ranks=3, microbatches=6)),
+        prove_and_lower_once(one.forward_only()),
+        prove_and_lower_once(one, tied_groups=[(0, 2)]),
+        prove_and_lower_once(one, optimizer_step=True),
+        prove_and_lower_once(first),
+    ]
+    assert [other == first for other in others] == [False] * 4 + [True]
+    for num_microbatches in range(1, 20):
+        prove_and_lower_once(build("gpipe", ranks=2, microbatches=num_microbatches))
+    assert prove_and_lower_once(equal) is not first  # only the last ones are kept
+    with pytest.raises(ScheduleError):
+        prove_and_lower_once(one, Demand.of("1 activations", COSTS))
+
+
+def test_programs_are_kept_by_an_object_of_its_own():
+    one, equal = (build("1f1b", ranks=3, microbatches=5) for _ in range(2))
+    own = RecentTables()
+    first = prove_and_lower_once(one, programs=own)
+
+    assert prove_and_lower_once(equal, programs=own) is first
+    assert prove_and_lower_once(equal) is not first
+
+
+def test_only_the_last_small_tables_are_kept():
+    tables = [build("gpipe", ranks=2, microbatches=number) for number in (1, 2, 3, 4)]
+    recent, made = RecentTables(most=2, most_rows=tables[2].num_rows), []
+
+    def once(index):
+        return recent.once((index,), lambda: made.append(index) or tables[index])
+
+    for index in (0, 1, 0, 2, 2, 0):  # 1 was used last before 0 and 2
+        assert once(index) is tables[index]
+    assert made == [0, 1, 2]
+    for index in (1, 3, 3):
+        once(index)
+    assert made == [0, 1, 2, 1, 3, 3]  # the last one is large
+
+
+@pytest.mark.feature("A15")
+def test_a_name_is_built_for_the_ranks_that_run():
+    schedule = resolve_plan("1f1b", ranks=3, microbatches=5, options={"warmup": "eager"})
+
+    assert schedule == build("1f1b", ranks=3, microbatches=5, warmup="eager")
+
+
+def test_a_schedule_is_taken_as_it_is():
+    schedule = build("gpipe", ranks=2, microbatches=4)
+
+    assert resolve_plan(schedule, ranks=2, options={}) is schedule
+    assert resolve_plan(schedule, ranks=2, microbatches=4, options={}) is schedule
+    assert resolve_plan(schedule, ranks=2, stages_per_rank=1, options={}) is schedule
+
+
+def test_other_stages_per_rank_than_those_of_a_whole_schedule_are_refused():
+    schedule = build("gpipe", ranks=2, microbatches=4)
+
+    with pytest.raises(ConfigError, match=r"stages_per_rank: 2, but gpipe has 2 stages on 2 ranks; leave it out"):
+        resolve_plan(schedule, ranks=2, stages_per_rank=2, options={})
+
+
+def test_a_name_without_a_number_of_microbatches_gets_8():
+    assert resolve_plan("gpipe", ranks=2, options={}) == build("gpipe", ranks=2, microbatches=8)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_file_is_read(tmp_path, as_text):
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    file = tmp_path / "mine.csv"
+    file.write_text(schedule.to_csv())
+
+    found = resolve_plan(str(file) if as_text else file, ranks=2, options={})
+
+    assert found == schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "text"),
+    [
+        ("1f1", {}, "Did you mean '1f1b'"),
+        ("1f1b", {"warmpu": "eager"}, "Did you mean 'warmup'"),
+        (
+            build("gpipe", ranks=2, microbatches=4),
+            {},
+            r"microbatches: 2, but gpipe is for 4 microbatches; make them equal",
+        ),
+        (build("gpipe", ranks=3, microbatches=2), {}, "is for 3 ranks, but 2 run"),
+        (build("gpipe", ranks=2, microbatches=2), {"backward_order": "descending"}, "takes no options"),
+    ],
+    ids=["name", "option", "microbatches", "ranks", "option of a whole schedule"],
+)
+def test_a_wrong_schedule_is_one_clear_error(schedule, options, text):
+    with pytest.raises(ConfigError, match=text):
+        resolve_plan(schedule, ranks=2, microbatches=2, options=options)
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.csv"):
+        resolve_plan(str(tmp_path / "nowhere.csv"), ranks=2, microbatches=2, options={})
+
+
+@pytest.mark.feature("B22")
+def test_fewer_microbatches_than_stages_are_told_with_the_bubble_that_they_cost():
+    advice = few_microbatches(prove_and_lower(build("1f1b", ranks=4, microbatches=2)))
+
+    assert advice.startswith("2 microbatches for 4 stages leave ranks idle for 60% of a step")
+    assert advice.endswith("use 4 or more")
+
+
+ENOUGH = {
+    "one per stage": {"name": "1f1b", "ranks": 4, "microbatches": 4},
+    "one rank": {"name": "1f1b", "ranks": 1, "microbatches": 1},
+    "one rank with more stages than microbatches": {
+        "name": "interleaved-1f1b",
+        "ranks": 1,
+        "microbatches": 2,
+        "stages_per_rank": 4,
+    },
+    "slices count as microbatches": {"name": "seq1f1b", "ranks": 4, "microbatches": 2, "slices": 2},
+    "each of two routes has its own stages": {"name": "chimera", "ranks": 4, "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("shape", ENOUGH.values(), ids=ENOUGH)
+def test_enough_microbatches_are_nothing_to_tell(shape):
+    assert few_microbatches(prove_and_lower(build(**shape))) is None
+
+
+def test_predicted_bytes_of_shards_are_their_part_and_what_is_gathered():
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    sizes = {"parameter_bytes": [80, 40], "gradient_bytes": [80, 40], "optimizer_bytes": [160, 80]}
+    layers = (range(1), range(1, 2))
+
+    assert predict_peaks(lower(schedule), layers, sizes) == (320, 160)
+    assert predict_peaks(lower(schedule, shard="full"), layers, sizes, shards=4) == (80 + 160, 40 + 80)
