@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.frame import Course, Frame, Template, tensor_of
-from penstock.models.cutting.points import cut_model
+from penstock.models.cutting.frame import Course, Frame, Template
+from penstock.models.cutting.points import cut_model, tensor_of
 
 
 class Model(nn.Module):

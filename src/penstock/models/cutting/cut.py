@@ -9,9 +9,9 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.models.cutting.batch_signature import BatchSignature
-from penstock.models.cutting.frame import Template, tensor_of
+from penstock.models.cutting.frame import Template
 from penstock.models.cutting.part import CutForward, CutPart, PartCall, Segment, part_class
-from penstock.models.cutting.points import CutModel, cut_model
+from penstock.models.cutting.points import CutModel, cut_model, tensor_of
 from penstock.models.cutting.undocumented import is_compiled
 from penstock.models.layer import LayerSpec
 

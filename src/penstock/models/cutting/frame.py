@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.models.cutting.missing import Missing
 from penstock.models.cutting.placeholders import Placeholder, is_bare, on_meta, tensors_in, versions_of, without_values
-from penstock.models.cutting.points import CutModel
+from penstock.models.cutting.points import CutModel, first_argument, refuse_gradients, set_tensor, tensor_of
 
 ALIASED = "single memory location"
 """torch's words for a change in place of a tensor that is one number, expanded."""
-SKIP = "hand the value on by a ps.Skip, which one point puts and others get, each within its submodule"
-"""The way of a value past layers. The forward around the points runs on every stage, so a Skip is of no use there."""
+POINT_ORDER = "give the points of the cut in the order of the forward, in which each is called once"
 Call = Callable[[nn.Module], Any]
 """Runs the forward of the module that it gets."""
 VersionedBuffers = dict[str, tuple[Tensor, tuple[int, ...]]]
@@ -57,7 +56,7 @@ class Course:
     """Whether tensors without values have memory for each element, so that the forward may change them in place."""
     missing: Missing | None = None
     """Finds what is computed from values that are not there, if that is wanted."""
-    begin: Callable[[], None] = field(default=lambda: None)
+    at_start: Callable[[], None] = field(default=lambda: None)
     """Called where the part begins."""
     at_first_point: Callable[[], None] = field(default=lambda: None)
     """Called where the forward meets its first point."""
@@ -67,7 +66,7 @@ class Course:
     """The modules that the forward has called, if that is wanted."""
     passing_points: set[str] = field(default_factory=set)
     """The points whose output came to the next point as it was."""
-    plain_mode_points: set[str] = field(default_factory=set)
+    same_mode_points: set[str] = field(default_factory=set)
     """The points that the forward calls in the modes in which it was called itself, as of gradients and autocast."""
     modes: tuple[Any, ...] = ()
     """The modes in which the forward was called, as `modes_of` returns them."""
@@ -81,7 +80,7 @@ class Course:
         self.is_dense = is_dense
         self.position, self.last_point = -1, ("", None, ())
         self.passing_points.clear()
-        self.plain_mode_points.clear()
+        self.same_mode_points.clear()
 
     @property
     def is_inside(self) -> bool:
@@ -89,13 +88,20 @@ class Course:
         return self.start is None or self.position >= self.points[self.start]
 
     def call_module(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder) -> Any:
-        """Return what the forward gets from its call of this module: a point, one of the part, or a stand-in."""
+        """Return what the forward of the model gets from its call of the submodule `name`.
+
+        Submodules of this part are run. Others return tensors without values, of the shapes that `placeholder` finds.
+
+        Raises:
+            PenstockError: the forward calls something out of order, or a submodule that should be a point of the cut.
+        """
         if self.called_names is not None:
             self.called_names.append(name)
         if name in self.points:
             return self._call_point(name, args, kwargs, placeholder)
         if name in self.part_modules:
             return self._run_part_module(name, args, kwargs)
+        # Behind the start of the part, a value that is missing would become part of the result.
         if self.is_inside and self.start is not None:
             raise PenstockError(
                 f"the forward calls {name!r} behind {self.start!r}, though it is defined before; name it as a point of "
@@ -128,51 +134,72 @@ class Course:
         return output
 
     def _call_point(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder) -> Any:
-        """Return what the forward gets from its call of a point, or stop the forward where the part ends.
+        """Return what the forward of the model gets from its call of the point `name`, or stop the forward there.
 
-        A point is a submodule at which the model is cut, and a part is what one layer runs between two points.
+        A point is a submodule at which the model is cut; a part is what one layer of the pipeline runs, from its point
+        `start` up to the call of the point `stop`. The first argument of a point is the value that goes from part to
+        part. A point of this part is run; any other returns a tensor without values, made by means of `placeholder`.
+
+        Raises:
+            PenstockError: the forward calls the points in another order, or gives a point no argument or a gradient
+                that its part cannot get.
+            _Stopped: the part ends here; the exception has its output.
         """
-        if self.points[name] != self.position + 1:
-            expected = next(
-                (point for point, position in self.points.items() if position == self.position + 1), "the end"
-            )
-            raise PenstockError(
-                f"the forward calls {name!r} where {expected!r} was expected; give the points of the cut in the order "
-                "of the forward, in which each is called once"
-            )
+        self._require_next(name)
         self.position += 1
-        first, rest, kwargs = _first_argument(args, kwargs, placeholder.module)
+        value, further_args, further_kwargs = first_argument(args, kwargs, placeholder.module)
+        self._note_arrival(name, value)
+        if name == self.stop:
+            # Only `value` goes on to the next part. A further argument would lose its gradient; it can need one in
+            # the first part alone, which holds the parameters outside of the points.
+            if self.start is None:
+                refuse_gradients(name, (further_args, further_kwargs))
+            raise _Stopped(value)
+        if name == self.start:
+            # What the forward has brought here has no values: the part's input, from another stage, takes its place.
+            self.at_start()
+            value = self.part_input
+        if self.point_arguments is not None:
+            self.point_arguments[name] = further_args, further_kwargs
+        if name in self.part_modules:
+            output = self._run_part_module(name, (value, *further_args), further_kwargs)
+        else:
+            output = self._placeholder_output(name, value, further_args, further_kwargs, placeholder)
+        self.last_point = name, output, versions_of(output)
+        return output
+
+    def _require_next(self, name: str) -> None:
+        """Refuse a call of the point `name` unless it is the next one of the cut. Raises: PenstockError."""
+        position = self.position + 1
+        if self.points[name] != position:
+            expected = next((point for point in self.points if self.points[point] == position), "the end")
+            raise PenstockError(f"the forward calls {name!r} where {expected!r} was expected; {POINT_ORDER}")
+
+    def _note_arrival(self, name: str, value: Any) -> None:
+        """Note whether the model's forward only hands `value` on to the point `name`, and in unchanged modes of torch.
+
+        Where it does so at all points of a part, the part can run without the model's forward.
+        """
         previous_point, previous_output, previous_versions = self.last_point
         # The same object, not changed in place meanwhile: the forward itself did nothing to it on the way.
-        if previous_point and first is previous_output and previous_versions == versions_of(first):
+        if previous_point and value is previous_output and previous_versions == versions_of(value):
             self.passing_points.add(previous_point)
         if not self.position:
             self.at_first_point()
         if modes_of(self.device) == self.modes:
-            self.plain_mode_points.add(name)
-        if name == self.stop:
-            if self.start is None:
-                _refuse_gradients(name, (rest, kwargs))
-            raise _Stopped(first)
-        if name == self.start:
-            self.begin()
-            first = self.part_input
-        if self.point_arguments is not None:
-            self.point_arguments[name] = rest, kwargs
-        if name in self.part_modules:
-            output = self._run_part_module(name, (first, *rest), kwargs)
-        else:
-            output = self._placeholder_output(name, first, rest, kwargs, placeholder)
-        self.last_point = name, output, versions_of(output)
-        return output
+            self.same_mode_points.add(name)
 
     def _placeholder_output(
         self, name: str, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder
     ) -> Any:
-        """Return the output of a point of another part, without its values."""
-        # Where missing values are followed, each output has a tensor of its own, by which its origin is known.
+        """Return the output of a point of another part: tensors of the right shapes without values.
+
+        `first` is the argument that goes from part to part, `rest` and `kwargs` are the further ones.
+        """
+        # Most blocks return a tensor like their input; to return the input itself saves a third of a run. Not where
+        # missing values are followed: there each output has a tensor of its own, by which its origin is known.
         if self.missing is None and placeholder.returns_kind_of(first) and is_bare(first):
-            return first  # most blocks: this saves a third of a run
+            return first
         inputs = rest, kwargs
         try:
             returned = placeholder.of((first, *rest), kwargs)
@@ -223,14 +250,18 @@ class Frame:
     """One thread's copy, on one device, of the modules around the points of a model."""
 
     def __init__(self, template: "Template", device: torch.device) -> None:
+        """Copy the template onto `device`, with a stand-in in the place of each submodule that parts run."""
         self.device = device
         self.course: Course | None = None
+        """The run that is under way; None between runs."""
+        # deepcopy takes what `memo` has for a module in place of a copy.
         memo: dict[int, Any] = {
             id(module): _StandIn(name, template.placeholders[name], self) for name, module in template.modules.items()
         }
         self.model: nn.Module = copy.deepcopy(template.model, memo)
         template.complete(self.model, device)
         self.model.to(device).eval()
+        # Tensors outside of the submodules: those that files have, and buffers of which each stage has a copy.
         self._saved_names = template.cut.tensors
         self._unsaved_buffers = {
             name: buffer for name, buffer in self.model.named_buffers() if name not in self._saved_names
@@ -244,11 +275,12 @@ class Frame:
         modules. Random draws before the part begins, as of a dropout on another stage, are undone. Raises:
         PenstockError, where the forward is not what the cut says.
         """
-        # Closed where the part begins: until then, draws are undone.
+        # The scope in which random draws are undone; it is closed where the part begins.
         generator_scope = ExitStack()
+        # Buffers are compared with what they were: saved ones from the first point on, others from the begin.
         buffers_before: VersionedBuffers = {}
         course.at_first_point = lambda: buffers_before.update(self._saved_buffers())
-        course.begin, course.modes = generator_scope.close, modes_of(self.device)
+        course.at_start, course.modes = generator_scope.close, modes_of(self.device)
         self.course = course
         versions_before = versions_of(self._unsaved_buffers)
         with self._with_tensors(tensors), generator_scope, course.missing or nullcontext():
@@ -269,10 +301,7 @@ class Frame:
             _refuse_changed(buffers_before, self._saved_buffers())
             self._refuse_counters(versions_before)
         if has_ended and course.stop is not None:
-            raise PenstockError(
-                f"the forward has ended and has not called {course.stop!r}; give the points of the cut in the order of "
-                "the forward, in which each is called once"
-            )
+            raise PenstockError(f"the forward has ended and has not called {course.stop!r}; {POINT_ORDER}")
         return output
 
     def _saved_buffers(self) -> VersionedBuffers:
@@ -328,10 +357,14 @@ class Template:
     def __init__(
         self, model: nn.Module, cut: CutModel, complete: Callable[[nn.Module, torch.device], None] | None = None
     ) -> None:
-        """`complete` gives values to the tensors of a frame that are on the meta device, if the model is there."""
+        """Copy `model` without its submodules at and before the points of the `cut`; `model` itself stays as it is.
+
+        `complete` gives values to the tensors of a copy that are on the meta device, if the model is there.
+        """
         self.cut = cut
         self.positions = {name: position for position, name in enumerate(cut.points)}
         self.complete = complete or (lambda model, device: None)
+        # Submodules that stand-ins replace; of those before the points, the ones with parameters come first.
         trained = [name for name in cut.begin_modules if any(True for _ in model.get_submodule(name).parameters())]
         names = [*trained, *(name for name in cut.begin_modules if name not in trained), *cut.points]
         self.placeholders = {name: Placeholder(on_meta(model.get_submodule(name))) for name in names}
@@ -350,26 +383,6 @@ def _blank(tensor: Tensor) -> Tensor:
     return nn.Parameter(without_values(tensor.detach(), device), requires_grad=False)
 
 
-def _first_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return args[0], args[1:], kwargs
-    if not kwargs:
-        raise PenstockError(f"a {type(module).__name__} is called without arguments; a point takes what came before it")
-    name = next(iter(kwargs))
-    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
-
-
-def _refuse_gradients(name: str, further_arguments: Any) -> None:
-    for argument, value in (*enumerate(further_arguments[0], start=1), *further_arguments[1].items()):
-        if any(tensor.requires_grad for tensor in tensors_in(value)):
-            raise PenstockError(
-                f"{name!r} gets a gradient for its argument {argument!r}, which is made before it, and a part passes "
-                f"on its first argument alone; {SKIP}"
-            )
-
-
 @torch.no_grad()
 def _keep_change(tensor: Tensor, new_tensor: Tensor) -> None:
     """Give a buffer the values of a new tensor that the forward has put in its place."""
@@ -385,16 +398,3 @@ def _refuse_changed(buffers_before: VersionedBuffers, buffers_after: VersionedBu
                 f"the forward changes the buffer {name!r} behind its first point, but the first layer alone holds and "
                 "saves it; let a submodule hold it, which is a point of the cut"
             )
-
-
-def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """Return the parameter or buffer of a full name."""
-    path, _, tensor_name = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(path), tensor_name)
-    return tensor
-
-
-def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor in the place of the parameter or buffer of a full name."""
-    path, _, tensor_name = name.rpartition(".")
-    setattr(model.get_submodule(path), tensor_name, tensor)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.models.cutting.cut import ByName, CutSpec, multiplications, segments, tensors_of_segment
-from penstock.models.cutting.frame import Template, set_tensor, tensor_of
+from penstock.models.cutting.frame import Template
 from penstock.models.cutting.part import CutForward, CutPart, Segment, part_class
-from penstock.models.cutting.points import cut_model, own_tensors, saved_tensors
+from penstock.models.cutting.points import cut_model, own_tensors, saved_tensors, set_tensor, tensor_of
 
 Read = Callable[[str], Tensor]
 """Returns the value of a parameter or saved buffer, by the name that the whole model gives it."""

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.batch_signature import BatchSignature
-from penstock.models.cutting.frame import ALIASED, SKIP, Course, Frame, Template, tensor_of
+from penstock.models.cutting.frame import ALIASED, Course, Frame, Template
 from penstock.models.cutting.missing import Missing
 from penstock.models.cutting.placeholders import tensors_in
+from penstock.models.cutting.points import SKIP, tensor_of
 
 PointArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -91,7 +92,7 @@ class _PointNotes:
     is_training: bool
     arguments_by_point: dict[str, PointArguments]
     passing_points: set[str]
-    """The points that are called in plain modes, and whose output goes to the next point as it is."""
+    """The points that are called in the forward's own modes, as of autocast, and whose output goes on as it is."""
 
     def take(self, point: str, input_kinds: tuple[tuple[Any, ...], ...], call: PartCall) -> PointArguments | None:
         """Return the arguments of a point; None if they were taken already, or are of another microbatch or mode."""
@@ -147,7 +148,7 @@ class CutForward:
         output = self._run_frame(frame, course, tensors, part_call)
         if course.missing is not None:
             _refuse_lost(segment, course.missing.origin_of(output))
-        return output, segment.start in course.passing_points & course.plain_mode_points
+        return output, segment.start in course.passing_points & course.same_mode_points
 
     def arguments_of(self, point: str, call: PartCall) -> PointArguments | None:
         """Return the arguments of a point besides its first one; None if its output does not go straight on."""
@@ -163,7 +164,7 @@ class CutForward:
         course = Course(self.template.positions, frame.device, last, last, {}, point_arguments={})
         course.missing = Missing() if call.kind not in state.checked_kinds else None
         self._run_frame(frame, course, {}, call)
-        passing_points = course.passing_points & course.plain_mode_points
+        passing_points = course.passing_points & course.same_mode_points
         state.notes = notes = _PointNotes(
             kinds, dict(call.keywords), call.is_training, course.point_arguments or {}, passing_points
         )

@@ -9,13 +9,17 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.models.cutting.placeholders import tensors_in
 from penstock.models.cutting.undocumented import is_saved
 
 KEY = "points"
+SKIP = "hand the value on by a ps.Skip, which one point puts and others get, each within its submodule"
+"""The way of a value past layers. The forward around the points runs on every stage, so a Skip is of no use there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +160,42 @@ def _merged(points: Sequence[str], later: Sequence[str], definition_order: dict[
         ]
         merged.insert(indices_before[-1] + 1, name)
     return merged
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer of a full name."""
+    path, _, tensor_name = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), tensor_name)
+    return tensor
+
+
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of the parameter or buffer of a full name."""
+    path, _, tensor_name = name.rpartition(".")
+    setattr(model.get_submodule(path), tensor_name, tensor)
+
+
+def first_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Split the arguments of a point into the first one, by position or keyword, and the further ones of both kinds.
+
+    Raises:
+        PenstockError: there is none.
+    """
+    if args:
+        return args[0], args[1:], kwargs
+    if not kwargs:
+        raise PenstockError(f"a {type(module).__name__} is called without arguments; a point takes what came before it")
+    name = next(iter(kwargs))
+    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
+
+def refuse_gradients(name: str, further_arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Refuse an argument of the point `name` besides its first one that needs a gradient. Raises: PenstockError."""
+    for argument, value in (*enumerate(further_arguments[0], start=1), *further_arguments[1].items()):
+        if any(tensor.requires_grad for tensor in tensors_in(value)):
+            raise PenstockError(
+                f"{name!r} gets a gradient for its argument {argument!r}, which is made before it, and a part passes "
+                f"on its first argument alone; {SKIP}"
+            )
