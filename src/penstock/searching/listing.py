@@ -22,6 +22,11 @@ from penstock.searching.sequences import Columns, Timing, clear, earliest_s, put
 Bools = NDArray[np.bool_]
 NEVER_S = 1e300
 """Later than any time."""
+NOT_YET_S = -1.0
+"""Earlier than any time: the time of what has not run, or cannot run yet."""
+FORWARD_PLANE, INPUT_PLANE, WEIGHT_PLANE = range(3)
+"""The numbers of the kinds of actions: forward (F), input gradient (I) and weight gradient (W)."""
+NUM_PLANES = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +76,7 @@ def list_schedule(problem: Problem, setting: Setting) -> Ints | None:
     sequence = np.empty(problem.num_actions, np.int32)
     stages_of_rank = problem.placement.stages_of_rank
     timing = Timing.of(problem)
-    timing.arrival_s[:] = -1.0  # of an action that has not run
+    timing.arrival_s[:] = NOT_YET_S
     state = _State(
         stages=np.array([stage for stages in stages_of_rank for stage in stages], np.int64),
         offsets=np.cumsum([0, *map(len, stages_of_rank)]).astype(np.int64),
@@ -80,9 +85,9 @@ def list_schedule(problem: Problem, setting: Setting) -> Ints | None:
         waits_for_share=setting.waits_for_share,
         deep_first=setting.deep_first,
         num_microbatches=problem.num_microbatches,
-        num_run=np.zeros((3, problem.num_stages), np.int64),
-        action_of_plane=np.zeros(3, np.int64),
-        ready_s=np.zeros(3),
+        num_run=np.zeros((NUM_PLANES, problem.num_stages), np.int64),
+        action_of_plane=np.zeros(NUM_PLANES, np.int64),
+        ready_s=np.zeros(NUM_PLANES),
         neighbours=_neighbours(problem),
         next_action=np.full(problem.num_ranks, -1, np.int64),
         next_s=np.zeros(problem.num_ranks),
@@ -103,8 +108,8 @@ def _oldest_microbatch(state: _State, rank: int) -> int:
     """Return the oldest microbatch that a rank has not brought to its last I; their number where there is none."""
     oldest = state.num_microbatches
     for index in range(state.offsets[rank], state.offsets[rank + 1]):
-        if state.num_run[1, state.stages[index]] < oldest:
-            oldest = state.num_run[1, state.stages[index]]
+        if state.num_run[INPUT_PLANE, state.stages[index]] < oldest:
+            oldest = state.num_run[INPUT_PLANE, state.stages[index]]
     return int(oldest)
 
 
@@ -113,15 +118,15 @@ def _missing_bytes(columns: Any, state: _State, rank: int, microbatch: int) -> i
     num_bytes = 0
     for index in range(state.offsets[rank], state.offsets[rank + 1]):
         stage = state.stages[index]
-        if microbatch < state.num_microbatches and state.num_run[0, stage] <= microbatch:
+        if microbatch < state.num_microbatches and state.num_run[FORWARD_PLANE, stage] <= microbatch:
             num_bytes += columns.taken_bytes[stage * state.num_microbatches + microbatch]
     return int(num_bytes)
 
 
 def _may_forward(columns: Columns, state: _State, timing: Timing, rank: int, stage: int, action: int) -> bool:
     """Whether a forward may run by the numbers under way and by memory, with room left for the oldest microbatch."""
-    microbatch = state.num_run[0, stage]
-    if microbatch - state.num_run[1, stage] >= state.most_under_way[stage]:
+    microbatch = state.num_run[FORWARD_PLANE, stage]
+    if microbatch - state.num_run[INPUT_PLANE, stage] >= state.most_under_way[stage]:
         return False
     held_bytes = timing.held_bytes[rank] + columns.taken_bytes[action]
     if held_bytes > columns.limit[rank]:
@@ -135,23 +140,25 @@ def _may_forward(columns: Columns, state: _State, timing: Timing, rank: int, sta
 def _ready_s(columns: Columns, state: _State, timing: Timing, plane: int, stage: int, rank: int) -> float:
     """Return when the next action of a stage could start; below 0 where it cannot yet."""
     microbatch = state.num_run[plane, stage]
-    if microbatch == state.num_microbatches or (plane > 0 and state.num_run[plane - 1, stage] <= microbatch):
-        return -1.0
+    # A microbatch runs in the order of planes: an I after its F, a W after its I.
+    is_first = plane == FORWARD_PLANE
+    if microbatch == state.num_microbatches or (not is_first and state.num_run[plane - 1, stage] <= microbatch):
+        return NOT_YET_S
     action = (plane * len(state.stages) + stage) * state.num_microbatches + microbatch
     source = columns.source[action]
     if source >= 0 and timing.arrival_s[source] < 0.0:
-        return -1.0
-    if plane == 0:
+        return NOT_YET_S
+    if is_first:
         if not _may_forward(columns, state, timing, rank, stage, action):
-            return -1.0
+            return NOT_YET_S
     elif timing.held_bytes[rank] + columns.taken_bytes[action] > columns.limit[rank]:
-        return -1.0
+        return NOT_YET_S
     return earliest_s(columns, timing, action)
 
 
 def _find_next(columns: Columns, state: _State, timing: Timing, rank: int) -> None:
     """Find the next F, I and W of a rank, of several stages the one that can start first."""
-    for plane in range(3):
+    for plane in range(NUM_PLANES):
         state.action_of_plane[plane] = -1
         state.ready_s[plane] = NEVER_S
         for index in range(state.offsets[rank], state.offsets[rank + 1]):
@@ -164,17 +171,22 @@ def _find_next(columns: Columns, state: _State, timing: Timing, rank: int) -> No
 
 
 def _choose_plane(columns: Columns, state: _State, timing: Timing, rank: int) -> int:
-    """Return the plane of what a rank runs next by its setting; -1 where there is nothing to run."""
-    first, second = (1, 0) if state.prefers_inputs[rank] else (0, 1)
+    """Return the plane (forward, input gradient or weight gradient) that a rank runs next; -1 for nothing to run.
+
+    By the setting of the rank, one of forward and input gradient goes first where both are ready at the same time. A
+    weight gradient runs where nothing else is ready, or where it holds the other up by a small share of its seconds.
+    """
+    first = INPUT_PLANE if state.prefers_inputs[rank] else FORWARD_PLANE
+    second = FORWARD_PLANE if state.prefers_inputs[rank] else INPUT_PLANE
     actions, ready_s = state.action_of_plane, state.ready_s
     plane = first
     if actions[first] < 0 or (actions[second] >= 0 and ready_s[second] < ready_s[first]):
         plane = second
-    weight = actions[2]
+    weight = actions[WEIGHT_PLANE]
     if weight >= 0:
         delay_s = timing.free_s[rank] + columns.seconds[weight] - ready_s[plane]  # by which W would hold it back
         if actions[plane] < 0 or delay_s <= state.waits_for_share[rank] * columns.seconds[weight]:
-            plane = 2
+            plane = WEIGHT_PLANE
     return plane if actions[plane] >= 0 else -1
 
 
@@ -203,13 +215,15 @@ def _fill_sequence(columns: Columns, state: _State, timing: Timing, sequence: An
                 action, start_s = state.next_action[rank], state.next_s[rank]
         if action < 0:
             return index
+        # Run the action that starts first.
         plane = action // plane_size
         stage = (action - plane * plane_size) // state.num_microbatches
         state.num_run[plane, stage] += 1
         put(columns, timing, action, start_s)
         sequence[index] = action
         state.is_changed[columns.rank[action]] = True
-        for side in range(2):
+        # The result may be what the rank of the stage before or behind waits for.
+        for side in range(state.neighbours.shape[1]):
             state.is_changed[state.neighbours[stage, side]] = True
     return len(sequence)
 

@@ -14,10 +14,12 @@ from penstock.searching.problem import Ints, Problem
 from penstock.searching.sequences import TIMERS, Columns, Timing, run, time_sequence
 
 NUM_SUCCESSORS = 2
-LOOKS_AGAIN = 32
-"""Moves to equal makespans that are accepted until the critical path is looked for again."""
-SHARE_OF_ALL = 1e-3
+MOVES_PER_PATH = 32
+"""Accepted moves after which the critical path is looked for again, though the cost has not changed."""
+MEAN_END_WEIGHT = 1e-3
 """The weight of the mean end of all ranks, beside the objective."""
+CHANCE_STEPS = 1_000_000
+"""How many different chances the random number has by which a worse sequence is accepted."""
 LONGEST_MOVE = 12
 """The most actions of its rank that one move takes an action past."""
 
@@ -50,7 +52,11 @@ class Moves:
         self._successors = _successors(problem)
 
     def improve(self, sequence: Ints, best: Ints, best_s: float, num_moves: int, temperature_s: float) -> State:
-        """Try so many moves of a sequence that fits; `best` is the best one so far."""
+        """Try `num_moves` random moves of a sequence that fits; return the last sequence and the best one.
+
+        `best` is the best sequence so far, and `best_s` its objective in seconds. The higher `temperature_s` is, the
+        more seconds a move may lose.
+        """
         timed = run(self._problem, sequence)
         # In the order of starts, an action is free to go wherever nothing of another rank would have to move with it.
         by_start = np.lexsort((timed.end_s[sequence], timed.start_s[sequence]))
@@ -107,7 +113,11 @@ def _previous_on_rank(columns: Columns, state: State, action: int) -> int:
 
 
 def _find_path(columns: Any, state: State, timing: Timing, by_span: bool) -> int:
-    """Find the actions of a critical path, the last one first; return how many there are."""
+    """Write the actions of a critical path into `state.path`, the last one first; return how many there are.
+
+    A critical path ends with the action that ends last (if `by_span`, last after the first start of its rank). Each of
+    its actions starts when the one before it ends, so the path decides how long the sequence takes.
+    """
     action = state.sequence[0]
     longest_s = -1.0
     for index in range(len(state.sequence)):
@@ -130,6 +140,7 @@ def _draw_target(columns: Columns, successors: Any, state: State, action: int) -
     """Draw the index to which an action goes: past some of its rank's actions, between its sources and successors."""
     num_to_pass = 1 + _draw(state.random, LONGEST_MOVE)
     is_earlier = _draw(state.random, 2) == 0
+    # Find the index that the action may not reach: that of its last source, or of its first successor.
     end = -1 if is_earlier else len(state.sequence)
     if is_earlier:
         if columns.source[action] >= 0:
@@ -141,6 +152,7 @@ def _draw_target(columns: Columns, successors: Any, state: State, action: int) -
             successor = successors[action, column]
             if successor >= 0 and state.index_of[successor] < end:
                 end = state.index_of[successor]
+    # Go on until the action has passed `num_to_pass` actions of its own rank; those of other ranks do not count.
     step = -1 if is_earlier else 1
     target = state.index_of[action]
     index = target + step
@@ -153,20 +165,28 @@ def _draw_target(columns: Columns, successors: Any, state: State, action: int) -
 
 
 def _cost_s(timing: Timing, by_span: bool) -> float:
-    """Return the objective, and a little of the mean end of all ranks, which tells sequences of one objective apart."""
+    """Return what moves make smaller: the objective, plus a thousandth of the mean time of all ranks.
+
+    The objective is the makespan or, if `by_span`, the longest span of a rank. Most moves do not change it; the mean
+    tells such sequences apart.
+    """
     total_s = 0.0
     for rank in range(len(timing.free_s)):
         total_s += timing.free_s[rank] - timing.first_s[rank] if by_span else timing.free_s[rank]
     objective_s = timing.span_s[0] if by_span else timing.makespan_s[0]
-    return float(objective_s + SHARE_OF_ALL * total_s / len(timing.free_s))
+    return float(objective_s + MEAN_END_WEIGHT * total_s / len(timing.free_s))
 
 
 def _is_accepted(columns: Any, state: State, timing: Timing, more_s: float, temperature_s: float) -> bool:
-    """Whether a sequence is accepted that costs `more_s` more seconds than the one before the move."""
+    """Whether a sequence that costs `more_s` seconds more than the one before the move takes its place.
+
+    A sequence that breaks a memory limit never does. One that costs more does if the loss is below a random share of
+    `temperature_s`.
+    """
     for rank in range(len(columns.limit)):
         if timing.peak_bytes[rank] > columns.limit[rank]:
             return False
-    return more_s <= 0.0 or more_s < temperature_s * _draw(state.random, 1000000) / 1000000.0
+    return more_s <= 0.0 or more_s < temperature_s * _draw(state.random, CHANCE_STEPS) / CHANCE_STEPS
 
 
 def _note_best(state: State, objective_s: float) -> None:
@@ -181,11 +201,14 @@ def _try_moves(
 ) -> None:
     """Try `num_moves` random moves of an action to another place of `state.sequence`; write the best into `state.best`.
 
-    A sequence has all actions of all ranks in an order in which they can run; a move keeps each action between what it
-    waits for and its `successors` [num_actions, 2]. A move that makes the step longer is kept with a chance that falls
-    with the seconds lost and grows with `temperature_s`; one that breaks the memory limit is undone.
+    A sequence has all actions of all ranks in an order in which they can run. The objective is its makespan, from the
+    first start to the last end, or, if `by_span`, the longest span of a rank, from its first start to its last end. A
+    move keeps each action behind what it waits for, and before its `successors` [num_actions, 2], the at most two
+    actions that wait for it (-1 for none). A move that costs more is kept with a chance that falls with the seconds
+    lost and grows with `temperature_s`; one that breaks the memory limit is undone.
     """
     num_actions = len(state.sequence)
+    # Time the first sequence: moves are judged by the change of its cost, the objective and a little of the mean time.
     num_accepted = 0
     for index in range(num_actions):
         state.index_of[state.sequence[index]] = index
@@ -199,6 +222,7 @@ def _try_moves(
         target = _draw_target(columns, successors, state, action)
         if target == begin:
             continue
+        # Move the action, time the sequence, and move it back if the sequence breaks the limit or costs too much.
         _shift(state.sequence, state.index_of, begin, target)
         time_sequence(state.sequence, columns, timing)
         new_cost_s = _cost_s(timing, by_span)
@@ -207,9 +231,10 @@ def _try_moves(
             continue
         num_accepted += 1
         # The critical path (actions that decide how long the step takes) is found anew when the time has changed.
-        if new_cost_s != cost_s or num_accepted % LOOKS_AGAIN == 0:
+        if new_cost_s != cost_s or num_accepted % MOVES_PER_PATH == 0:
             num_critical = _find_path(columns, state, timing, by_span)
         cost_s = new_cost_s
+        # The best one is the best by the objective alone.
         _note_best(state, timing.span_s[0] if by_span else timing.makespan_s[0])
 
 
