@@ -115,17 +115,19 @@ def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, p
 
     Activations, received messages and messages to send have a pool each. Rows run in order: a row takes the slots that
     it needs, and frees after it what no later row reads. `rules` says, by the number of an operation, what it takes and
-    frees. A cell is one (stage, microbatch, slice); `cells` remembers the slots that each cell has in use.
+    frees. A cell is one (stage, microbatch, slice); `cells` remembers the slots that each cell has in use. A direction
+    is the kind of a message: an activation or a gradient; -1 means that an operation has none. The slots go into the
+    column `rows.slot`.
     """
-    op, joined, identity, slot = rows
+    op, joined, cell_of_row, slot = rows
     free, num_free, num_used = pools
     for row in range(begin, end):
-        operation, cell = op[row], identity[row]
+        operation, cell = op[row], cell_of_row[row]
         # Take the slots of this row.
         if rules.names_slot[operation]:
             if rules.takes_activation[operation]:
                 cells.activation_slot[cell] = _take_slot(ACTIVATION, free, num_free, num_used)
-            # Later rows name the slot of their F, so that the runtime finds what was saved.
+            # A backward names the slot of its forward, so that the runtime finds what the forward has saved.
             slot[row] = cells.activation_slot[cell]
             direction = rules.direction_made[operation]
             if direction >= 0 and cells.is_sent[direction, cell]:
@@ -135,7 +137,7 @@ def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, p
             slot[row] = cells.send_slot[rules.direction_moved[operation], cell]
         elif rules.is_receive[operation]:
             slot[row] = _take_slot(RECEIVE, free, num_free, num_used)
-            cells.received_slot[rules.direction_moved[operation], cell] = slot[row] + 1
+            cells.received_slot[rules.direction_moved[operation], cell] = slot[row] + 1  # 0 stands for none
         if joined[row]:
             continue  # a pair frees after its second row: neither may reuse what the other still reads
         # Free what this row, or both rows of a pair, read last.
@@ -144,9 +146,9 @@ def _assign_rank(begin: int, end: int, rows: Rows, rules: Rules, cells: Cells, p
             operation = op[member]
             if rules.frees_activation[operation]:
                 _give_slot(ACTIVATION, slot[member], free, num_free)
-            # 0 where nothing was received: a stage of this rank made the value, or the route begins here.
+            # Nothing was received where a stage of this rank made the value, or where the stage is the first one.
             direction = rules.direction_consumed[operation]
-            received = cells.received_slot[direction, identity[member]] if direction >= 0 else 0
+            received = cells.received_slot[direction, cell_of_row[member]] if direction >= 0 else 0
             if received > 0:
                 _give_slot(RECEIVE, received - 1, free, num_free)
             if rules.is_send[operation]:

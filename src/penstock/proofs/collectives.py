@@ -41,13 +41,16 @@ def check_collectives(subject: Subject) -> list[Barrier] | None:
     """Prove that every gradient is reduced once and that collectives can run; return the collectives that join ranks.
 
     Those are tied reductions (sums of the copies of one parameter on several ranks) and the optimizer step; reductions
-    over replicas join no ranks of a pipeline. Violations are added to `subject`; if there are any, return None.
+    over replicas join no ranks of a pipeline. This function and its helpers add violations to `subject`; if there are
+    any new ones, return None.
     """
     program = subject.program
     num_earlier_violations = len(subject.violations)
     last_backwards = program.last_backwards()
+    # Gradients are reduced once and late enough; then find the collectives that join ranks, and the ranks in each.
     _check_reductions(subject, last_backwards)
     barriers = _find_barriers(subject)
+    # A program that only runs forwards, or says that it omits its reductions, need not have them.
     is_complete = not program.is_forward_only and not leaves_reductions_out(program)
     # A unit (stages of a rank that share a sharded parameter) is reduced as one, so a reduction covers all its stages.
     if is_complete:
@@ -65,6 +68,7 @@ def check_collectives(subject: Subject) -> list[Barrier] | None:
     step_barrier = barriers.get(len(program.tied_groups))
     if step_barrier is not None:
         _check_step(subject, step_barrier)
+    # No deadlock: all members run the collectives that they share in one order, and nothing else contradicts it.
     if len(subject.violations) == num_earlier_violations:
         _check_total_order(subject, list(barriers.values()))
     return list(barriers.values()) if len(subject.violations) == num_earlier_violations else None

@@ -140,10 +140,11 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     """Put phases one after the other, and give each action its microbatch; return the order of one rank.
 
     A phase is what `repeat` returns: actions without microbatches, and how often they run in turn. The n-th forward of
-    a stage is that of microbatch n, and so is the n-th backward; weight gradients follow their input gradients.
-    `microbatches` drops the actions of this microbatch and later ones, for phases that are written for more of them.
-    With `slices`, each microbatch is cut into so many parts, which are counted in place of microbatches.
-    `order="descending"` counts the backwards from the last microbatch to the first.
+    a stage is that of microbatch n, and so is the n-th backward; with `f(stage, first=4)`, n is counted from 4. The
+    n-th weight gradient belongs to the n-th input gradient. `microbatches` drops the actions of this microbatch and
+    later ones, for phases that are written for more of them. With k `slices` per microbatch, action n is of microbatch
+    n // k: a forward of slice n % k, a backward of slice k - 1 - n % k, since backwards go from the last slice to the
+    first. With `order="descending"`, the backwards of a stage are those of its forwards in reverse order.
 
     Raises:
         ScheduleError: if something is computed twice, if a forward lacks its backward, or the reverse, and for what is
@@ -161,19 +162,23 @@ def phases(*parts: Phase, microbatches: int | None = None, slices: int = 1, orde
     # Count the actions by kind and stage, and refuse counts that no order can have.
     counts = _counts_of_actions(parts)
     _require_balance(counts, slices, microbatches)
-    stages = _stages_to_look_up(counts)
-    # Set the number at which each count begins, and whether it goes up or down.
+    stages = _stages_with_late_weights(counts)
+    # Set the number at which each count begins, and whether it goes up or down. A number is a microbatch or, with
+    # slices, that of a slice among all slices. `count.first` is the `first=` of the actions, None for none.
     for (kind, _), count in counts.items():
         is_down = order == "descending" and kind != FORWARD
         count.next = (count.first or 0) * slices + (count.size - 1 if is_down else 0)
         count.step = -1 if is_down else 1
-    # Weight gradients among whole backwards get their numbers last, from the input gradients that they follow.
+    # Number all actions in their order. Where a stage mixes whole and split backwards, its weight gradients cannot be
+    # counted by themselves: they get the numbers of their input gradients once those are known.
     rows, joined = _number_actions(parts, counts)
     _number_weights_by_inputs(rows, stages)
     if microbatches is not None:
-        is_in_range = rows[2] < microbatches * slices
+        _, _, number = rows
+        is_in_range = number < microbatches * slices
         joined[:-1] &= is_in_range[1:]  # an action whose partner is dropped runs alone
         rows, joined = rows[:, is_in_range], joined[is_in_range]
+    # Split each number into a microbatch and a slice.
     return RankOrder(rows.T if slices == 1 else _with_slices(rows, slices, order), joined)
 
 
@@ -259,7 +264,7 @@ def _number_weights_by_inputs(rows: _Rows, stages: Iterable[int]) -> None:
         number[weights] = number[inputs]
 
 
-def _stages_to_look_up(counts: _Counts) -> list[int]:
+def _stages_with_late_weights(counts: _Counts) -> list[int]:
     """Check that each input gradient (I) has its weight gradient (W); return the stages whose W need a look-up.
 
     The n-th W of a stage belongs to its n-th I. Where all backwards of a stage are split, W and backwards are counted

@@ -270,8 +270,9 @@ def memory_blocked_since_s(
     """Return, per block, since when the rank could have run a forward but for its memory limit; `NEVER` otherwise.
 
     A block is a computation or an overlapped pair. `memory_limit` is a number of activations, for all ranks or one per
-    rank; None is no limit. A backward that runs while its rank is full has kept the rank's next forward waiting, from
-    the moment at which the data of that forward had come.
+    rank; None is no limit. A backward that runs while its rank is full may have kept a later forward of the rank from
+    running. It counts from when that forward's input had come; of several later forwards, the first one counts whose
+    input had come.
 
     Raises:
         ConfigError: if there are neither as many limits as ranks nor a single one, or one is no whole number.
@@ -280,6 +281,7 @@ def memory_blocked_since_s(
         return [NEVER] * len(blocks)
     limits = _per_rank(memory_limit, timeline.num_ranks)
     is_forward = BEGINS_KEEPING[timeline.program.op]
+    # [num_rows] activations on the row's rank while the row runs: with each counted as one byte, bytes are a number.
     num_live = live_bytes(timeline.program, one_each(timeline.program))
     ready_s = _ready_s(timeline, costs)
     blocked_since_s = [NEVER] * len(blocks)
@@ -288,6 +290,7 @@ def memory_blocked_since_s(
     for index in reversed(range(len(blocks))):
         block = blocks[index]
         forwards = [row for row in block.rows if is_forward[row]]
+        # Rows of a pair run together, so the count of the first row (`block.row`) is that of the block.
         if not forwards and num_live[block.row] >= limits[block.rank]:
             blocked_since_s[index] = earliest_forward_s[block.rank]
         ready_forwards_s = [float(ready_s[row]) for row in forwards]

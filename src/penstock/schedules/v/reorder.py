@@ -208,22 +208,24 @@ def _recount(table: _Table, max_activations: int, rank: int, target: int, update
     Return whether at most `max_activations` are alive after every slot. A forward adds an activation, and a backward
     adds a weight gradient that is owed; an idle slot runs a weight gradient that is owed, which frees an activation.
     The counts are written into `table` if `updates`, which callers set only after a recount without it returned True.
+    The slots of a rank hold IDLE (0), a forward (1 and 2) or a backward (3 and 4).
     """
     alive = 0 if target == 0 else table.live[rank, target - 1]
     owed = 0 if target == 0 else table.owed[rank, target - 1]
     for later_slot in range(target, table.slots.shape[1]):
         pass_number = table.slots[rank, later_slot]
-        if pass_number > LAST_FORWARD:
+        if pass_number >= FIRST_BACKWARD:
             owed += 1
-        elif pass_number > IDLE:
+        elif pass_number != IDLE:
             alive += 1
         elif owed > 0:
             owed -= 1
             alive -= 1
         if alive > max_activations:
             return False
-        # From the slot that the pass left on, slots run the same as before the move. Once both counts agree with the
-        # stored ones, those of all later slots agree, too.
+        # Stop where both counts are as before the move: those of all later slots are so, too. Both cannot agree before
+        # the slot that the pass has left: `alive - owed` is the number of forwards that have run less that of
+        # backwards, and up to there it differs by the pass.
         if alive == table.live[rank, later_slot] and owed == table.owed[rank, later_slot]:
             break
         if updates:
