@@ -169,12 +169,13 @@ def _assembly_of(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
         PartitionError, ConfigError, ScheduleError: a layer or an option does not go with the schedule, with replicas,
             with shards, or with another option.
     """
-    places, options, schedule = joined.places, plan.options, plan.schedule
-    transport = places.pipeline
+    options, transport = plan.options, joined.places.pipeline
+    # Parameters that layers of several ranks share are tied: each rank has a copy. Where ranks are threads of one
+    # process, they would share the parameter itself, and this is refused.
     refuse_shared_objects(agreed.shared, transport)
     assembly = assemble(
         plan.layers,
-        schedule.placement,
+        plan.schedule.placement,
         plan.layers_of_stage,
         transport.rank,
         device=plan.device,
@@ -186,30 +187,57 @@ def _assembly_of(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
     assembly = replace(assembly, shared_buffers=plan.shared_buffers)
     # A skip is a value that a layer sends past the next ones, to a layer further on.
     assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
-    named_layers = [item for stage in assembly.stages for item in stage.layers.items()]
-    refuse_renormalized(named_layers, assembly.tied_copies.values())
-    refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
-    # The replicas reduce gradients, so neither a wrapper such as DistributedDataParallel nor, with shards, a hook may.
-    if places.data is not None or options.is_sharded:
-        refuse_reduced_twice(assembly.stages)
-    if options.is_sharded:
-        refuse_hooks(assembly.named_parameters())
-    is_trained = plan.loss is not None and not schedule.is_forward_only
-    if is_trained and options.reduce_stage is None:
-        joined.require_one_model(is_averaged=averages_gradients(assembly.stages))
-    if is_trained and plan.computes_losses and places.num_replicas > 1:
-        refuse_loss_parameters(plan.loss, (param for _, param in assembly.named_parameters()))
+    _refuse_wrong_gradients(joined, plan, assembly)
     compile_layers(assembly.stages, options.compile)
-    # A layer that queues its weight gradients itself takes them off in the order of its input gradients, so the
-    # schedule must have the weight actions of its stage in this order.
-    queueing_stages = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]
-    if queueing_stages:
-        prove_weight_order(schedule, queueing_stages)
-    if schedule.num_slices > 1:
-        refuse_layers_that_look_back(assembly.stages, _LOOKING_BACK)
+    _refuse_layers_by_schedule(plan, assembly)
+    # Gradients in float32 beside the parameters (`main_grad`) need shapes, which lazy parameters do not have yet.
     if options.main_gradients:
         require_main_shapes(assembly.named_parameters())
     return assembly
+
+
+def _refuse_wrong_gradients(joined: Joined, plan: Plan, assembly: Assembly) -> None:
+    """Refuse layers of this rank whose parameters would be changed or reduced by something besides the pipeline.
+
+    Raises:
+        PartitionError, ConfigError: naming the layer, the parameter or the option.
+    """
+    places, options, schedule = joined.places, plan.options, plan.schedule
+    # Tied embeddings with `max_norm`: a lookup changes rows of the table, on each rank other ones.
+    named_layers = [item for stage in assembly.stages for item in stage.layers.items()]
+    refuse_renormalized(named_layers, assembly.tied_copies.values())
+    # Wrappers that cannot have several microbatches under way, or that reduce over ranks which hold other stages.
+    refuse_wrappers(assembly.stages, schedule, joined.ranks_of_group())
+    # Wrappers that reduce over replicas, where the pipeline does so.
+    if places.data is not None or options.is_sharded:
+        refuse_reduced_twice(assembly.stages)
+    # Hooks of sharded parameters, which never see a gradient: whole parameters take the place of the shards.
+    if options.is_sharded:
+        refuse_hooks(assembly.named_parameters())
+    is_trained = plan.loss is not None and not schedule.is_forward_only
+    # A pipeline of one rank among several where nothing averages: by mistake, each rank would train its own model.
+    if is_trained and options.reduce_stage is None:
+        joined.require_one_model(is_averaged=averages_gradients(assembly.stages))
+    # A loss with parameters of its own, whose gradients nothing sums over the replicas.
+    if is_trained and plan.computes_losses and places.num_replicas > 1:
+        refuse_loss_parameters(plan.loss, (param for _, param in assembly.named_parameters()))
+
+
+def _refuse_layers_by_schedule(plan: Plan, assembly: Assembly) -> None:
+    """Refuse layers that cannot run in the order of the schedule, or on slices of a sequence.
+
+    Raises:
+        ScheduleError, ConfigError: naming the action or the layer.
+    """
+    schedule = plan.schedule
+    # A layer that defers its weight gradients into a queue of its own (Transformer Engine) takes them off in the order
+    # of its input gradients, so the schedule must have the weight actions of its stage in this order.
+    queueing_stages = [stage.index for stage in assembly.stages if stage.own_weight_gradients.has_queues]
+    if queueing_stages:
+        prove_weight_order(schedule, queueing_stages)
+    # Attention and recurrent layers need the slices before, which only some modules carry from call to call.
+    if schedule.num_slices > 1:
+        refuse_layers_that_look_back(assembly.stages, _LOOKING_BACK)
 
 
 def _session_of(
