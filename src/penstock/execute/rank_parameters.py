@@ -237,37 +237,44 @@ class RankParameters:
             self._optimizer_step()
 
     def _unit_of(self, stages: Sequence[Stage], attribute: str) -> Unit:
-        """Make the unit of some stages that share parameters: where their gradients are, and how replicas hold them.
+        """Make the unit of some stages of this rank that share parameters, with its gradient store and its layout.
 
-        `attribute` is where a parameter has its gradient, `grad` or `main_grad`. The layout is sharded over the
-        replicas; or summed over them; or averaged by a wrapper of the user's, such as DistributedDataParallel; or
-        plain, where nothing is exchanged.
+        `attribute` is where a parameter has its gradient, `grad` or `main_grad`. A layout says which part of the
+        parameters each replica (data-parallel copy of the pipeline) has, and how gradients are combined over replicas:
+
+        * Sharded: a replica holds some rows, gathers the others, and reduces gradients by a scattered sum;
+        * Summed: each replica holds all, and the pipeline sums the gradients;
+        * Averaged: each replica holds all, and a wrapper of the user's averages, such as DistributedDataParallel;
+        * ParameterLayout: the pipeline combines nothing.
         """
-        # Find the tied groups of which this unit holds a parameter, or a layer that is copied as a whole.
+        # Find the tied groups (parameters that several ranks of the pipeline copy) with a member in this unit.
         local_ids = {id(part) for stage in stages for part in (*stage.parameters(), *stage.modules)}
         ids_by_group = {
             group: {*map(id, copy.parameters.values()), *map(id, copy.layers)} for group, copy in self.copies.items()
         }
         groups = [group for group, ids in ids_by_group.items() if local_ids & ids]
+        # Gradients of tied parameters are summed over ranks also within no_sync(), unless it says tied=False. `Summed`
+        # and `Averaged` combine them over replicas before; `Sharded` reduces all gradients in each step anyway.
         tied_ids = frozenset[int]().union(*(ids_by_group[group] for group in groups))
         parts = {stage.index: StageParts(stage.parameters, stage.modules) for stage in stages}
         if self._mesh is not None:
             assert self._exchanges is not None
-            # Backwards add to gradients of whole parameters; their sums over the replicas go to those of the shards.
-            shared = ShardGradients(attribute)
+            # There are two stores: backwards add to the gradients of whole parameters, and this replica's rows of their
+            # sums go to the gradients of the shards. The lambda is first called when `sharded` is set.
+            shard_gradients = ShardGradients(attribute)
             gradients = GradientStore(lambda: sharded.unsharded_parameters(), attribute)
-            sharded = Sharded(parts, gradients, shared.add, self._exchanges, self._mesh)
-            return Unit(stages, gradients, sharded, groups, shared)
+            sharded = Sharded(parts, gradients, shard_gradients.add, self._exchanges, self._mesh)
+            return Unit(stages, gradients, sharded, groups, shared_gradients=shard_gradients)
         gradients = GradientStore(lambda: _parameters(stages), attribute)
         layout: ParameterLayout
-        modules = {stage.index: wrapped(stage.modules) for stage in stages}
+        ddp_modules = {stage.index: wrapped(stage.modules) for stage in stages}
         if self._exchanges is not None:
             layout = Summed(parts, gradients, tied_ids, self._exchanges)
-        elif any(modules.values()):
-            layout = Averaged(modules, gradients, tied_ids, lambda: self._control.transport.deadline_s)
+        elif any(ddp_modules.values()):
+            layout = Averaged(ddp_modules, gradients, tied_ids, lambda: self._control.transport.deadline_s)
         else:
             layout = ParameterLayout()
-        return Unit(stages, gradients, layout, groups, gradients)
+        return Unit(stages, gradients, layout, groups, shared_gradients=gradients)
 
 
 def sharing(stages: Iterable[Stage]) -> list[list[Stage]]:

@@ -53,12 +53,17 @@ class FailureReporter:
         describe: Describe,
         rows_of: Callable[[BaseException], Sequence[int]] = lambda error: (),
     ) -> None:
-        """`rows_of` returns the rows of this rank that an error may come from; if none, it is from the current row."""
+        """Show this rank's position to the other ranks, and watch the waits of its device in a thread of its own.
+
+        `describe` returns the text of a row (instruction) of a rank. `rows_of` returns the rows of this rank that an
+        error may come from; if none, it is from the current row.
+        """
         self._places = places
         self._describe = describe
         self._rows_of = rows_of
         self.board = board
         places.watch(board)
+        # The transport learns from the board which ranks have left in good order, and the board when this process ends.
         self._calls = calls_of(places.pipeline)
         self._calls.departure_of = partial(departure_of, board)
         self._at_exit = atexit.register(partial(_note_end, weakref.ref(board), os.getpid()))
@@ -123,12 +128,13 @@ class FailureReporter:
         if self._has_failed and wait_error is not None:
             return self._not_recovered(wait_error)
         self._has_failed = True
-        # Where the watchdog has given up the messages of the step, other errors follow from that. The cause is why it
-        # gave them up.
+        # The watchdog's thread gives up the messages of a step where the device waits in vain, and `error` may only
+        # follow from that. `_unblocker.end` returns the watchdog's reason, a wait error, if it has done so.
         error = self._unblocker.end() or error
         wait_error = _own_wait_error(error)
-        # Find the instruction at which this rank failed, before the board says FAILED. The host may be ahead of its
-        # device: then it is the row of the receive that the device missed, or one of several rows.
+        # Find the instruction at which this rank failed, as the row of the program. The board has the row that the host
+        # was at, until `note_failure` below changes its state to FAILED. Where the host is ahead of its device, it is
+        # the row of the receive that the device missed (negative: of none), or one of the rows that may have failed.
         position = self.board.read(self.board.rank)
         queue = device_queue_of(self._places.pipeline)
         if queue is not None and queue.missed_row is not None and queue.missed_row >= 0:
@@ -140,6 +146,7 @@ class FailureReporter:
         if wait_error is None:
             summary = f"{type(error).__name__}: {error}".partition("\n")[0]
             calls = "".join(traceback.format_exception(error, limit=-NUM_CALLS))
+            # A finding says where the first value that is not finite was made; `noted_place` is the layer that raised.
             finding = error.finding if isinstance(error, PipelineError) else ""
             self.board.note_failure(Failure(summary, instructions, noted_place(error), finding, calls))
         # Find the rank to blame from the positions of all ranks, or adopt the verdict that another rank has written.

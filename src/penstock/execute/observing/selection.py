@@ -58,32 +58,34 @@ class Observers:
     ) -> None:
         """Make the observers that look at every step of this rank, by the options of the pipeline.
 
-        `assembly` is the part of the model on this rank. `clocks` compares the clocks of all ranks, around a step that
-        is recorded. `debug` is "off", "messages" or "values". `run_ahead` is the number of computations that the host
-        may be ahead of its device, or None. Gradients are in the attribute `gradient_attribute` of parameters.
+        `assembly` is the part of the model on this rank. `clocks` compares the clocks of all ranks, around a step whose
+        times the user records. `debug` is "off", "messages" or "values". `run_ahead` is the number of computations that
+        the host may be ahead of its device, or None. Gradients are in the attribute `gradient_attribute` of parameters.
 
         Each observer puts a context around every call of a step, the first one innermost. So the checks see a call
         alone, and the user's observers and the throttle also see the time that the checks take.
         """
-        self.messages = transport = control.transport
+        # Those observers that a call of one step asks for, by a recording or a check of values, are made in `of_step`.
         self._assembly, self._clocks, device = assembly, clocks, clocks.device
-        self._value_checks = partial(ValueChecks, transport, assembly.stages, gradient_attribute)
+        self.messages = transport = control.transport
+        self._make_value_checks = partial(ValueChecks, transport, assembly.stages, gradient_attribute)
         observers: list[Observer] = []
         if assembly.shared_buffers:
             # Refuses a step that changes a buffer, such as a running mean, that layers of several ranks hold.
             observers.append(SharedBuffers(assembly.stages, assembly.shared_buffers))
         if debug == "values":
-            # Each call takes and leaves the values that its row of the program declares; copies of tied parameters are
-            # equal on all ranks; all values are finite.
+            # Each call takes and leaves the values that its instruction of the program declares; copies of tied
+            # parameters are equal on all ranks; all values are finite.
             observers.append(DeclaredValues(transport.rank))
             observers.append(CopyChecks(control, assembly, gradient_attribute))
-            observers.append(self._value_checks())
+            observers.append(self._make_value_checks())
         if debug != "off":
             # The observer is a transport, too: it sends a header before each message, and compares it at arrival.
             observers.append(checked := CheckedMessages(transport, device))
             self.messages = checked
         if ranges:
             observers.append(Ranges(device))  # names each call for profilers such as Nsight
+        # The throttle, outermost, keeps the host from running further ahead of the device than `run_ahead`.
         self.throttle = throttle_for(device, run_ahead, transport)
         self.of_all_steps = [*observers, *user_observers, *([] if self.throttle is None else [self.throttle])]
 
@@ -93,7 +95,7 @@ class Observers:
         """Return what looks at one step besides, which was asked for an `extra`; `memory` if this is memory."""
         observers: list[Observer] = [*message_log(), *([] if memory is None else [memory])]
         if extra is Extra.VALUES:
-            observers.append(self._value_checks())
+            observers.append(self._make_value_checks())
         if extra is not Extra.RECORDING:
             return observers
         rank = self._clocks.transport.rank

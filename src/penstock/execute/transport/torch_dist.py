@@ -39,8 +39,8 @@ from penstock.running_time import running_s
 
 ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
 """The rounds of texts in a rendezvous of the ranks; the last one only where there are backends."""
-_ROUNDS = "penstock"
-"""Prefix under which the ranks of a group meet in its store."""
+_MEETING_PREFIX = "penstock"
+"""Prefix of the keys by which the ranks of a group meet in its store."""
 _MESH = "mesh"
 """The word that stands in the place of a kind of device before a text about meshes."""
 
@@ -65,10 +65,13 @@ class TorchTransport(OverLinks):
         names: RankNames | None = None,
         has_sums: bool = False,
     ) -> None:
-        """Connect to all ranks of a process group, by default the one of all processes; see the class for arguments.
+        """Connect to all ranks of a process group, by default the one of all processes; each of them calls this.
 
         The transport makes sockets and backends of its own, and uses the group for its store alone, by which the ranks
-        find each other. So it can drop and remake the connections after a failure.
+        find each other. So it can drop and remake the connections after a failure. `deadline_s` is the longest wait for
+        a peer; `device` is where the tensors of messages are. Unless `is_direct`, messages between CPUs of one host go
+        by gloo, and not by sockets. `on_close` is called once, by the first `close`. `names` are the names of ranks in
+        errors. `has_sums` says that `post_exchange`, a collective on accelerators, will be called.
 
         Raises:
             PipelineError: there is no process group.
@@ -81,32 +84,38 @@ class TorchTransport(OverLinks):
                 "torch.distributed has no process group; call init_process_group first, or use one process"
             )
         super().__init__(process_group.rank(), names or RankNames.plain(process_group.size()), deadline_s)
+        # Choose the way of each kind of message. What has neither way below, or no socket to its peer, goes by gloo.
         self._on_close = on_close
         self._device = torch.device(device)
         self._queued_tags = [Tag.DATA] if is_queued(self._device) else []
         """Tags (kinds) of messages that go from accelerator to accelerator, in the order of the device's queue."""
         self._direct_tags = [tag for tag in Tag if is_direct and tag not in self._queued_tags]
         """Tags of messages between CPUs, which go over sockets of this host where they can, past gloo."""
-        # `_connect` below fills these; an abort empties them until the next recovery.
+        # Connections: `_connect` below makes them; an abort drops them until the next recovery.
         self._sockets = NO_SOCKETS
         self._backends: list[Backend] = []
         self._sums: Backend | None = None
         """Backend for sums over all ranks' accelerators, which run beside the messages."""
         self._gloo_waiter = GlooWaiter()
+        # On an accelerator the host does not wait for a message: the device does, in the order of its queue.
         self.device_queue: DeviceQueue | None = None
-        """Queue of receives that the device waits for, where the device queues its work."""
+        """Follows the receives that the device waits for, to notice one that does not come."""
         if self._queued_tags:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
         self.sums_on_devices = has_sums and self.device_queue is not None
         """Whether `post_exchange` can be called."""
         self.is_device_held_up: Callable[[], bool] = held_up_of(self)
-        """Looks whether a message holds up the device, so that nothing behind it has begun."""
+        """Returns whether the device waits for a message, so that nothing queued behind the message has begun."""
+        # A forked process, such as a data loader's, would keep the sockets open, and peers would miss this rank's end.
         _close_sockets_in_forks(self)
-        # The ranks meet for the first time under a prefix in the store of the group, and to recover under another one.
-        store = self._connect(Rendezvous(PrefixStore(_ROUNDS, store_of(process_group)), self.rank, self.names))
+        # Meet the other ranks in the store of the group. `_connect` returns the store of this meeting, which belongs to
+        # this transport alone, so that its recoveries do not meet those of another transport of the same group.
+        meeting = Rendezvous(PrefixStore(_MEETING_PREFIX, store_of(process_group)), self.rank, self.names)
+        recovery_store = PrefixStore("recoveries", self._connect(meeting))
+        # A recovery is in vain once a rank has left for good, as by closing the pipeline.
         calls, numbers = self.calls, self.names.numbers
         self._recoveries = Rendezvous(
-            PrefixStore("recoveries", store), self.rank, self.names, lambda: any(map(calls.departure_of, numbers))
+            recovery_store, self.rank, self.names, is_vain=lambda: any(map(calls.departure_of, numbers))
         )
 
     def post_exchange(self, result: Tensor, begin: Callable[[Backend], dist.Work]) -> Ticket:
@@ -264,7 +273,7 @@ def meet_with_meshes(mesh_text: str, deadline_s: float) -> list[str]:
     """
     world = dist.group.WORLD
     assert world is not None
-    store = PrefixStore(_ROUNDS, store_of(world))
+    store = PrefixStore(_MEETING_PREFIX, store_of(world))
     rendezvous = Rendezvous(store, world.rank(), RankNames.plain(world.size()))
     rendezvous.enter()
     texts = [text.split(" ", 1) for text in rendezvous.exchange(ADDRESSES, f"{_MESH} {mesh_text}", deadline_s)]
