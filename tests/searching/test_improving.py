@@ -34,7 +34,7 @@ def test_what_it_finds_is_shorter_and_fits():
         assert run(PROBLEM, each.sequence).makespan_s == each.objective_s
 
 
-@pytest.mark.parametrize("share", [0.25, 1.0])
+@pytest.mark.parametrize("share", [0.25, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_it_ends_with_its_share_of_the_budget(share):
     _, budget = improved(STARTS, share=share)
 

@@ -92,7 +92,9 @@ def result_within(limit, placement):
         return None
 
 
-@pytest.mark.parametrize("limit", [92, 104, 108, 116, 128])
+@pytest.mark.parametrize(
+    "limit", [104, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (92, 108, 116, 128))]
+)
 def test_any_placement_is_the_best_of_all_whichever_of_them_need_another_split(limit):
     every = result_within(limit, "any")
     results = [result for name in ("line", "loop", "v", "wave") if (result := result_within(limit, name)) is not None]
