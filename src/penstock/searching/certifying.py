@@ -37,6 +37,7 @@ def certify(
             return None
         return row.makespan_s if result.objective == "makespan" else row.span_s
 
+    # The result itself: `predicted_s` is None where it does not fit.
     result_s, bound_s = result.objective_s, result.lower_bound_s
     predicted_s = predict_s(result.schedule)
     assert predicted_s is not None, f"the result of the search does not fit {limit}, or is refused"

@@ -138,6 +138,7 @@ def _predict(
     Raises:
         PenstockError: the schedule cannot run, or the costs do not fit it.
     """
+    # Costs per stage, such that all schedules do equal work in a step, with the exchanges of replicas if there are any.
     stage_costs = equal_work_costs(costs, schedule, per_action=per_action)
     if replicas is not None:
         stage_costs = of_replicas(stage_costs, replicas, is_sharded=sharding.shard != NONE)

@@ -85,8 +85,10 @@ class Problem:
         Raises:
             ConfigError: the costs are for another number of stages or microbatches, or do not know F, I and W.
         """
+        # Make a table of all actions; `numbers` has the number of each row's action in the result.
         table = every_action(placement, num_microbatches)
         numbers = numbers_of_rows(table)
+        # Find the sources of each row, the links of its result, and the bytes that it takes and frees.
         factors = costs.per_microbatch("microbatch_bytes_factor", num_microbatches)
         messages = message_costs(placement, costs)
         source_rows = predecessors(table)
@@ -105,6 +107,7 @@ class Problem:
             "taken_bytes": taken_bytes,
             "freed_bytes": freed_bytes,
         }
+        # Sort all columns by the numbers of actions.
         row_of_action = np.argsort(numbers)
         limits = np.full(placement.num_ranks, NO_LIMIT, np.int64)
         by_action: dict[str, Any] = {

@@ -311,6 +311,7 @@ class _Search:
         simulated, and the shortest or, under noise, the one with the shortest mean is taken. A search that Ctrl-C ended
         raises KeyboardInterrupt if nothing fits.
         """
+        # Prove and simulate the best candidates.
         question, by_span = self.question, self.question.by_span
         best_few = different(sorted(self._searched, key=by_objective))[:MOST_FINALISTS]
         candidates = [*best_few, *self._last_resort, *self._families]
@@ -319,6 +320,7 @@ class _Search:
             raise KeyboardInterrupt
         if not finalists:
             return []
+        # Choose: by the objective or, where durations vary from step to step, by its mean under such noise.
         best, noise = shortest(finalists), None
         if question.noise_shares is not None:
             best, noise = steadiest(finalists, question.noise_shares, question.seed, by_span=by_span)

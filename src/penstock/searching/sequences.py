@@ -18,6 +18,9 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.searching.problem import Bytes, Ints, Problem, Seconds, numbers_of_rows
 
+LATE_S = 1e300
+"""Later than any time."""
+
 
 class Columns(NamedTuple):
     """The columns of a problem that timing reads."""
@@ -162,11 +165,12 @@ def time_sequence(sequence: Any, columns: Columns, timing: Timing) -> None:
     lag_s, wire_s, taken_bytes, freed_bytes = columns.lag_s, columns.wire_s, columns.taken_bytes, columns.freed_bytes
     starts_s, ends_s, arrivals_s, held_bytes = timing.start_s, timing.end_s, timing.arrival_s, timing.held_bytes
     first_s, free_s, link_free_s, peak_bytes = timing.first_s, timing.free_s, timing.link_free_s, timing.peak_bytes
-    first_start_s = 1e300
+    first_start_s = LATE_S
     last_end_s = 0.0
     for index in range(len(sequence)):
         action = sequence[index]
         rank = ranks[action]
+        # Start when the rank is free and the message is there. A source on the same rank has ended by then.
         start_s = free_s[rank] if free_s[rank] > 0.0 else 0.0
         source = sources[action]
         if source >= 0 and ranks[source] != rank:
@@ -178,10 +182,12 @@ def time_sequence(sequence: Any, columns: Columns, timing: Timing) -> None:
         end_s = start_s + seconds[action]
         starts_s[action] = start_s
         ends_s[action] = free_s[rank] = arrival_s = end_s
+        # Take memory at the start, and free it at the end.
         held_bytes[rank] += taken_bytes[action]
         if held_bytes[rank] > peak_bytes[rank]:
             peak_bytes[rank] = held_bytes[rank]
         held_bytes[rank] -= freed_bytes[action]
+        # Send the result when its link is free; -1 stands for a result that takes no such link.
         link = links[action]
         if link >= 0:
             if link_free_s[link] > arrival_s:
@@ -193,6 +199,7 @@ def time_sequence(sequence: Any, columns: Columns, timing: Timing) -> None:
             first_start_s = start_s
         if end_s > last_end_s:
             last_end_s = end_s
+    # The span of a rank is from its first start to its last end.
     longest_span_s = 0.0
     for rank in range(len(free_s)):
         if free_s[rank] - first_s[rank] > longest_span_s:

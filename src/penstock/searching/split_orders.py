@@ -41,12 +41,14 @@ def split_within(
     least_memory: tuple[float, Split, bool] = (inf, (), True)
     for placement in placements:
         for schedule in (one_at_a_time(placement, microbatches), *families_of([placement], microbatches)):
+            # Look for a split with which this order fits. `splits.least` is the one that needs least memory.
             program = lower(schedule)
             most_bytes = limit.of_ranks(program.num_ranks, schedule.parts_per_rank)
             splits = fitting_split(costs, program, most_bytes, costs.shards)
             least_memory = min(least_memory, (splits.least_bytes, splits.least, splits.is_exact))
             if splits.split is None:
                 continue
+            # Of all orders that fit with a split, the fastest counts.
             stage_layers = layers_of_stages(replace(costs, split=splits.split), placement)
             makespan_s = simulate(program, costs.of_table(schedule, stage_layers)).makespan_s
             if makespan_s < fastest_s:

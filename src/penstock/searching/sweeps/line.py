@@ -41,6 +41,7 @@ def _sweep_line(
     first gradient arrives. `prefers_inputs`: a rank leaves an F out that would delay its next I. `is_within`: a W may
     delay the next action on a rank that idles less than others. `forwards` [num_ranks] is memory for this function.
     """
+    # The F before the first I of each rank, and this I.
     clear(timing)
     if not _warm_up(columns, sweep, timing, ends_before_input, forwards):
         return False
@@ -54,6 +55,7 @@ def _sweep_line(
         for rank in range(num_ranks - 1, -1, -1):
             if not has_input(sweep, rank) or not _run_next(columns, sweep, timing, INPUT, rank, is_within):
                 return False
+    # The weight gradients that are left.
     for rank in range(num_ranks):
         flush(columns, sweep, timing, rank)
     return True
