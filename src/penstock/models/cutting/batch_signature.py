@@ -26,6 +26,7 @@ class BatchSignature:
         Raises:
             ConfigError: an argument has no name by which every stage could be given it.
         """
+        # Refuse forwards with arguments that have no name: other stages than the first take arguments by name alone.
         signature = inspect.signature(model.forward)
         nameless = [item.name for item in signature.parameters.values() if item.kind is item.POSITIONAL_ONLY]
         if nameless:
@@ -41,6 +42,7 @@ class BatchSignature:
                 "given the batch by the names of its arguments; give each of them a name",
                 key="model",
             )
+        # Keep the arguments that a batch may have, and those of them without a default, which it must have.
         self.var_keyword = next((item for item in parameters if not names and item.kind is item.VAR_KEYWORD), None)
         """The `**kwargs` of the forward, if a batch may have keywords for it; else None."""
         plain_parameters = [item for item in parameters if item.kind is not item.VAR_KEYWORD]
@@ -67,12 +69,14 @@ class BatchSignature:
         Raises:
             PenstockError: an argument is missing, is given twice, or cannot be one of a batch.
         """
+        # Bind the model's own arguments as Python would, to name those that were given by position.
         layer_keywords = {name: value for name, value in kwargs.items() if name not in self.parameters}
         model_keywords = {name: value for name, value in kwargs.items() if name in self.parameters}
         try:
             arguments = self._signature.bind_partial(*args, **model_keywords).arguments
         except TypeError as error:
             raise self._refusal(str(error)) from error
+        # Refuse what is no argument of a batch, and a batch that lacks one; defaults are left to the model.
         foreign_names = [name for name in arguments if name not in self.parameters]
         if foreign_names:
             raise self._refusal(f"{foreign_names[0]!r} is no argument of a batch")
