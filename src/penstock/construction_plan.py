@@ -204,6 +204,8 @@ def _resolved_schedule(
     """
     options = joined.options
     require_schedule(schedule)
+    # Options of a family, such as a number of warm-up steps, go with the name of a family alone. `slices` is both: an
+    # option of the pipeline, and of the families that know slices.
     family_options: dict[str, Any] = joined.family_options
     if is_family_name(schedule):
         refuse_unknown(family_options, schedule, find_family(schedule).all_options)
@@ -211,6 +213,7 @@ def _resolved_schedule(
             family_options["slices"] = options.slices
     else:
         refuse_unknown(family_options, "a schedule that is given whole", ())
+    # A mesh says how many ranks a pipeline has, so a whole schedule must be for this number.
     if joined.has_mesh and isinstance(schedule, Schedule | Program):
         require_sizes(joined.places, schedule.num_ranks)
     resolved = resolve_plan(

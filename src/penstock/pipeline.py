@@ -91,6 +91,7 @@ class Pipeline(ModelPart):
         Every rank makes its pipeline, with the same arguments; the class says what they are. A rank on which this fails
         leaves the other ranks, so that none of them waits for it.
         """
+        # Connect to the other ranks. Wrong arguments are raised later, on all ranks together.
         loss, options = with_model_loss(layers, loss, options)
         joined = join(process_group, options, ranks, mesh)
         make_plan = partial(
@@ -103,6 +104,7 @@ class Pipeline(ModelPart):
             stages_per_rank=stages_per_rank,
             split=split,
         )
+        # Plan, prove and build together; `construct` calls `make_plan` on every rank.
         with joined.leaving_on_failure():
             self._runner, self._reports = construct(joined, make_plan)
         # What users read of a pipeline.
@@ -112,7 +114,8 @@ class Pipeline(ModelPart):
         self.program = session.program
         self.stages: list[Stage] = session.assembly.stages
         self.transport, self.control = joined.transport, joined.control
-        # A rank that was interrupted while it made a pipeline has counted fewer than the others.
+        # Calls of ranks are compared by the number of the pipeline. A rank that was interrupted while it made one has
+        # counted fewer pipelines than the others, so all take the largest count.
         num_pipelines = 1 + max(session.agreed.each("num_pipelines"))
         self.control.pipeline_number = self.control.calls.num_pipelines = num_pipelines
         places = joined.places

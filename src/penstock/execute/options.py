@@ -128,6 +128,7 @@ class PipelineOptions:
         options are checked when they are made, before any message goes to another rank: a rank that failed later would
         leave the other ranks waiting for it. What depends on the model or the schedule is checked once these are known.
         """
+        # Connections, device and compiler.
         require("deadline_s", self.deadline_s, is_time(self.deadline_s), TIME_RULE)
         require("transport", self.transport, _is_transport(self.transport), "a penstock Transport, or None")
         require_device(self.device)
@@ -135,6 +136,7 @@ class PipelineOptions:
         require("compile", self.compile, is_name, "True, False or the name of a backend of torch.compile")
         if self.compile:
             find_backend(self.compile)
+        # Options of which several have one type.
         for name in _FUNCTION_OPTIONS:
             value = getattr(self, name)
             require(name, value, value is None or callable(value), "a function, or None")
@@ -143,6 +145,7 @@ class PipelineOptions:
             require(name, value, isinstance(value, bool), "True or False")
         is_choice = self.frees_other_stages is None or isinstance(self.frees_other_stages, bool)
         require("frees_other_stages", self.frees_other_stages, is_choice, "True, False or None")
+        # How a batch is cut into microbatches and slices, and outputs are merged.
         for name in ("specs", "slice_specs"):
             value = getattr(self, name)
             require(name, value, value is None or isinstance(value, BatchSpec), "a BatchSpec, or None")
@@ -152,6 +155,7 @@ class PipelineOptions:
             require(name, value, is_merge_spec(value), expected)
         require("tied", self.tied, _are_pairs(self.tied), "a list of pairs of parameter names")
         require("slice_dim", self.slice_dim, isinstance(self.slice_dim, int), "the number of a dimension")
+        # Numbers in ranges, in most cases with None for no limit.
         is_seed = self.seed is None or (is_whole_number(self.seed, 0) and self.seed <= _MAX_SEED)
         require("seed", self.seed, is_seed, "a whole number from 0 to 2**63 - 1, or None")
         is_limit = self.run_ahead is None or is_whole_number(self.run_ahead, 1)
