@@ -109,6 +109,7 @@ class Engine:
         `num_microbatches` is the number of microbatches of a batch. Evaluation with another number makes a second
         pipeline of the same modules. `options` are those of `Pipeline`.
         """
+        # What users read of an engine, under DeepSpeed's names.
         self.model = model
         self.num_microbatches = num_microbatches
         self.optimizer: Optimizer | None = None
@@ -116,12 +117,14 @@ class Engine:
         self.global_steps = 0
         self.grad_norm: float | None = None
         """The norm of the last batch's gradients, over all ranks and before clipping; None without clipping."""
+        # What further pipelines are made of, one for each number of microbatches; and the norm that gradients may have.
         self._schedule = schedule
         self._group = group
         self._clip_norm = gradient_clipping
         self._options = options
         self._layers = model.specs()
         self._pipelines: dict[int, Pipeline] = {}
+        """The pipelines made so far, by number of microbatches."""
         self.pipeline = self._pipeline(num_microbatches)
         self.result: StepResult | None = None
         """The result of the last batch's step."""

@@ -64,6 +64,7 @@ class PipelineStage:
 
         Raises: ConfigError, for another keyword, or a `dw_builder` that cannot be called.
         """
+        # Refuse arguments that torch's stage does not take either.
         if dw_builder is not None and not callable(dw_builder):
             raise ConfigError(f"{described(dw_builder)}; expected a function that returns one", key="dw_builder")
         if dw_builder is not None:
@@ -71,6 +72,7 @@ class PipelineStage:
         for name in example_arguments:
             if name not in _IGNORED_ARGUMENTS:
                 raise ConfigError(f"is nothing that a stage takes.{nearest(name, _IGNORED_ARGUMENTS)}", key=name)
+        # The attributes of torch's stage, under its names.
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -121,9 +123,11 @@ class Schedule:
         if first_stage is not None and first_stage.device is not None:
             options.setdefault("device", first_stage.device)
         maker = PipelineMaker.of(None if first_stage is None else first_stage.group, translate_options(options))
+        # All ranks agree on one schedule, or raise the same error.
         order = maker.joined.together(lambda: self._order(maker, schedule, stages, n_microbatches))
         self._loss_fn = loss_fn
         self._loss_keywords: Mapping[str, Any] = {}
+        """Further arguments of `loss_fn` in the step that runs."""
         for local_stage in stages:
             local_stage.update_ends(order.placement)
         # The placement now says which stages are first and last.
