@@ -61,12 +61,14 @@ def run_command(arguments: Namespace) -> int:
     output = Output.of(arguments, FORMAT_OF_SUFFIX | SUFFIXES, "grid", formats_of_option)
     format = output.format
     recorded = _recorded_step(arguments)
+    # Pictures show times, of a recorded step or of a simulated one.
     if format in PICTURES:
         if recorded is None:
             output.write(_picture(format, arguments))
         else:
             output.write(picture_of(recorded, format, theme=arguments.theme))
         return ExitStatus.FINE
+    # Other formats show the order of actions or, with --lowered, the program.
     program = None if recorded is None else recorded.program
     schedule = make_named_schedule(arguments) if program is None else program.actions()
     refuse_useless(arguments, "data", format, PICTURES)

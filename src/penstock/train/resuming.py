@@ -84,18 +84,22 @@ class RunCheckpoints:
         Every rank calls it. `trainer` has the pipeline and the optimizer, and `early_stop` and `data` have states that
         a run continues with. Raises: PenstockError, on every rank.
         """
+        # When and where to save; ranks wait for each other `_limit_s` seconds at most.
         self._config = config
         self._options = config.checkpoint
         self._limit_s = config.run.deadline_s
         self._folder = folder
+        # What is saved: the pipeline's weights, and the states of the optimizer, of early stopping and of the data.
         self._update = trainer.update
         self._early_stop = early_stop
         self._pipeline = trainer.pipeline
+        self._data = data
+        # How ranks agree, whether a signal asks the run to stop, and where messages to people go.
         self._control = trainer.pipeline.control
         self._stop = stop
-        self._data = data
         self._output = output
         self._last_saved_step = 0
+        # Rank 0 holds the folder open, to find it again after somebody has renamed it.
         self._held_folder = HeldFolder(folder.path) if self._control.rank == 0 else None
         self._writer = self._writer_to(folder)
         # Rank 0 tries whether the folder has room for a checkpoint of this size.

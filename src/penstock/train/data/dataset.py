@@ -67,12 +67,14 @@ class TokenDataset:
         Raises:
             ConfigError: a source has nothing to train on, or all of them do not fill a batch.
         """
+        # Where sequences come from, and how often each source is drawn from.
         self.sources = list(sources)
         self.vocabulary = vocabulary
         self.digest = digest
         self.batch_size = options.batch_size
         self._options = options
         self._mixture = Mixture(weights, seed=options.seed)
+        # Refuse text that is too short: for a sequence of one source, or for a batch of all sources.
         for number, source in enumerate(self.sources):
             if not len(source.train):
                 raise ConfigError(

@@ -94,7 +94,9 @@ class Source:
         """
         self.tokens = tokens
         self.document_ends = document_ends
+        # Each source has a range of seeds of its own, with one seed for each epoch.
         self._seed = (seed + number * SEED_OF_SOURCE) * MOST_EPOCHS
+        # Tokens before the cut are for training, those behind it are held out.
         cut = len(tokens) - int(len(tokens) * held_out_fraction)
         self.num_train_tokens = cut
         self.train: Spans

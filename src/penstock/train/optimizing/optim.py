@@ -85,8 +85,10 @@ def check_optimizer(options: OptimizerSection, *, is_sharded: bool = False) -> N
             f"{options.name} cannot step shards of parameters; take another, such as AdamW, or parallel.shard = 'none'",
             key="optimizer.name",
         )
+    # Options that the class does not have, and keys of the configuration that it would not use.
     _refuse_unknown_options(torch_class, options)
     _refuse_unused_keys(torch_class, options)
+    # Values that torch refuses, by a step.
     parameters = [("matrix", nn.Parameter(torch.ones(2, 2))), ("vector", nn.Parameter(torch.ones(2)))]
     torch.autograd.backward([parameter.sum() for _, parameter in parameters])
     try:

@@ -64,9 +64,12 @@ class MetricsWriter:
         self._output = output
         self._clock = clock
         self._shown_at_s = -math.inf
+        """When a line of progress was written last, by `clock`."""
+        # Figures that stand beside those of each step, as far as they are known.
         self._utilization = utilization
         self._bubble_fraction: float | None = None
         self._peak_bytes: Sequence[int] = ()
+        # The last steps, over which the pace is averaged.
         self._recent: deque[StepMetrics] = deque(maxlen=NUM_RECENT_STEPS)
         with naming_storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
