@@ -203,7 +203,7 @@ def run_on_gloo(rank):
         schedule = build(**shape)
         task = task_for(schedule)
         layers = task.make_layers()
-        pipeline = Pipeline(layers, schedule, loss=task.loss, group=dist.group.WORLD, **task.options)
+        pipeline = Pipeline(layers, schedule, loss=task.loss, process_group=dist.group.WORLD, **task.options)
         found.append(run_in(pipeline, task))
         held = {name for stage in pipeline.stages for name in stage.layers}
         # Processes share no modules, so those of both copies are used in place.
