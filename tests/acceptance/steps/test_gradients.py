@@ -206,8 +206,9 @@ def run_on_gloo(rank):
         pipeline = Pipeline(layers, schedule, loss=task.loss, process_group=dist.group.WORLD, **task.options)
         found.append(run_in(pipeline, task))
         held = {name for stage in pipeline.stages for name in stage.layers}
-        # Processes share no modules, so those of both copies are used in place.
-        assert all((p.grad is not None) == (str(i) in held) for i, x in enumerate(layers) for p in x.parameters())
+        # Processes share no modules, so those of both copies are used in place, and those of other ranks are freed.
+        params = [(param, str(index) in held) for index, layer in enumerate(layers) for param in layer.parameters()]
+        assert all(param.grad is not None and param.is_meta != is_held for param, is_held in params)
         for outcome in found[-1]:
             outcome.timeline = None
     return found
