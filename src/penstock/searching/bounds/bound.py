@@ -1,4 +1,4 @@
-"""Seconds that no order can go below (`Bound`), and the times that they add up (`Route`, `RankStages`)."""
+"""Seconds that no order can go below (`Bound`), and the times that they add up (`Route`, `RankCosts`)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
