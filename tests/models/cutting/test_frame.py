@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.frame import Course, Frame, Template
+from penstock.models.cutting.course import Course
+from penstock.models.cutting.frame import Frame, Template
 from penstock.models.cutting.points import cut_model, tensor_of
 
 
@@ -71,15 +72,6 @@ def test_modules_around_the_points_are_in_the_mode_of_the_part_and_draw_nothing_
     assert output.shape == (5, 5)
     run(model, None, "blocks.0", ["words"], tensors=["place"], is_training=True)
     assert model.drop.training, "the model itself stays as it is"
-
-
-def test_points_out_of_order_are_refused_by_both_names():
-    model = Model()
-    frame = frame_of(model)
-    course = course_of(frame, "head", None, {}, None, ("blocks.0", "blocks.2", "blocks.1", "head"))
-
-    with pytest.raises(PenstockError, match=r"calls 'blocks.1' where 'blocks.2' was expected"):
-        frame.run(lambda copied: copied(WORDS), course, {}, is_training=False)
 
 
 def test_a_point_that_is_never_called_is_named():

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.models.cutting.frame import Call, Course, Frame, Template
+from penstock.models.cutting.course import Course
+from penstock.models.cutting.frame import Call, Frame, Template
 from penstock.models.cutting.points import CutModel
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.batch_signature import BatchSignature
-from penstock.models.cutting.frame import ALIASED, Course, Frame, Template
+from penstock.models.cutting.course import Course
+from penstock.models.cutting.frame import ALIASED, Frame, Template
 from penstock.models.cutting.missing import Missing
 from penstock.models.cutting.placeholders import tensors_in
 from penstock.models.cutting.points import SKIP, tensor_of
