@@ -23,6 +23,16 @@ def test_importing_it_loads_nothing_heavy():
     assert not loaded & {"torch", "numpy", "numba", "matplotlib", "pydantic", "rich"}
 
 
+def test_freeing_the_layers_of_other_ranks_does_not_load_sympy():
+    """torch imports it (0.4 s) for the memory format of a tensor made like one on the meta device."""
+    code = (
+        "import sys, torch; from penstock.execute.stages.other_layers import free_other_layers; "
+        "free_other_layers([torch.nn.Linear(8, 8)], {}); print('sympy' in sys.modules)"
+    )
+
+    assert fresh_process(code) == "False\n"
+
+
 def test_planning_a_small_schedule_loads_neither_torch_nor_numba_nor_masked_arrays():
     """numpy loads numpy.ma for np.unique, which takes half as long as planning for 8 ranks."""
     code = (

@@ -59,7 +59,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
         return values
     freed = nn.Parameter(values, requires_grad=tensor.requires_grad)
     if freed.requires_grad:
-        freed.grad = torch.empty_like(values)
+        # Like `tensor`, not like `values`: from a meta tensor torch takes a path that imports sympy, for 0.4 s.
+        freed.grad = torch.empty_like(tensor, device="meta")
     return freed
 
 
