@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write the last column of docs/parity.md: which tests show each feature.
+"""Write the counts and the last column of docs/parity.md: in which files tests show each feature.
 
 Usage: scripts/parity.py     A house test compares the page with what the tests say now.
 
@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "parity.md"
 ROW = re.compile(r"^(?P<written>\| (?P<feature>[A-HX]\d+|0\.\d+) \|.*\|)[^|]*\|$", re.MULTILINE)
 """A row: all columns but the last one are written by hand."""
+COUNTS = re.compile(r"^\*\*\d+ rows: .*\*\*", re.MULTILINE)
+STATES = ("done", "partly", "not yet")
 
 
 def shown_in(source: str) -> Iterator[tuple[str, str]]:
@@ -27,21 +29,24 @@ def shown_in(source: str) -> Iterator[tuple[str, str]]:
 
 
 def tests_of_features() -> dict[str, list[str]]:
-    """Return the tests that show each feature, in the order of their files."""
-    found: dict[str, list[str]] = {}
+    """Return links to the files whose tests show each feature, in their order."""
+    links: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for feature, name in shown_in(path.read_text(encoding="utf-8")):
-            found.setdefault(feature, []).append(f"`{path.relative_to(ROOT).as_posix()}::{name}`")
-    return found
+        link = f"[{path.stem.removeprefix('test_')}](../{path.relative_to(ROOT).as_posix()})"
+        for feature in dict.fromkeys(feature for feature, _ in shown_in(path.read_text(encoding="utf-8"))):
+            links.setdefault(feature, []).append(link)
+    return links
 
 
 def page(text: str, tests: dict[str, list[str]]) -> str:
-    """Return the page with the tests of every row."""
+    """Return the page with the tests of every row, and the number of rows in each state."""
 
     def with_tests(row: re.Match[str]) -> str:
         return f"{row['written']} {', '.join(tests.get(row['feature'], []))} |".replace("|  |", "| |")
 
-    return ROW.sub(with_tests, text)
+    states = [row["written"].split("|")[-2].strip() for row in ROW.finditer(text)]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in STATES)
+    return COUNTS.sub(f"**{len(states)} rows: {counts}.**", ROW.sub(with_tests, text))
 
 
 def main() -> None:

@@ -76,18 +76,16 @@ def kind_of(family: Family) -> str:
 
 def index_page() -> str:
     rows = [
-        f"| [`{family.name}`](schedules/{kind_of(family)}.md#{family.name}) | {family.placement} | {family.bubble} "
+        f"| [`{family.name}`](schedules/{kind_of(family)}.md#{family.name}) | {family.placement.partition(':')[0]} "
         f"| {family.advice} |"
         for family in FAMILIES.values()
     ]
     places = ", ".join(f"[{kind}](schedules/{kind}.md)" for kind in KINDS)
     table = [
-        f"A page for each kind of placement has the pictures, formulas and papers: {places}.",
+        f"A page for each kind of placement has the pictures, the papers, and formulas of bubble and memory: {places}.",
         "",
-        LEGEND.partition(" Memory is")[0],
-        "",
-        "| family | placement | bubble | when to use it |",
-        "|---|---|---|---|",
+        "| family | placement | when to use it |",
+        "|---|---|---|",
         *rows,
     ]
     title, _, rest = written_text(list(FAMILIES.values())).partition("\n")
