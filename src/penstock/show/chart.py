@@ -6,7 +6,6 @@ alive   _/‾‾‾‾‾‾‾‾‾‾\\_______              activations (or b
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from penstock.show.lanes import Detail, Lane, TimeScale, choose_detail, draw_lan
 from penstock.show.layout import longest_number, typical_block_s
 from penstock.show.memory_panel import draw_memory
 from penstock.show.palette import find_theme
-from penstock.show.sheet import FORMATS, MARGIN_BOTTOM, Sheet, scale_of
+from penstock.show.sheet import MARGIN_BOTTOM, Sheet, scale_of
 from penstock.show.text import format_seconds, format_share
 
 MIN_WIDTH, MAX_WIDTH, MERGED_WIDTH = 8.0, 16.0, 13.0
@@ -113,30 +112,6 @@ def overlay_chart(measured: Timeline, predicted: Timeline, *, format: str = "svg
     add_title(sheet, f"{describe_shape(measured.program)}: measured above predicted", figures, notes)
     add_legend(sheet, [measured, predicted])
     return sheet.to_bytes()
-
-
-def draw_overlay(measured: Timeline, predicted: Timeline, path: str | Path, *, theme: str = "light") -> None:
-    """Draw the measured timeline above the predicted one into a PNG or SVG file, by its suffix.
-
-    Raises:
-        ConfigError: as `overlay_chart`, and for another suffix.
-    """
-    file = Path(path)
-    file.write_bytes(overlay_chart(measured, predicted, format=format_of_name(file), theme=theme))
-
-
-def format_of_name(file: Path) -> str:
-    """Return the format of a picture, by the suffix of its name.
-
-    Raises:
-        ConfigError: for a suffix that is none of a picture's.
-    """
-    format = file.suffix.lower().removeprefix(".")
-    if format not in FORMATS:
-        raise ConfigError(
-            f"{file.name!r} has an unknown suffix; end the name in {' or '.join('.' + name for name in FORMATS)}"
-        )
-    return format
 
 
 def _lanes_of_ranks(timeline: Timeline, low: float = 0.08, height: float = 0.84, paleness: float = 0.0) -> list[Lane]:

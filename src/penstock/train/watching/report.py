@@ -4,20 +4,20 @@ First: where it computes, what is trained on how much text, and how the model is
 measured and predicted, and where to find all that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import orjson
 
 from penstock.errors import ConfigError, count_of
 from penstock.execute.accelerator import is_queued, name_of, queued_backend
-from penstock.files import naming_storage
 from penstock.ir.timeline import Timeline
 from penstock.models import LayerSpec, count_parameters
 from penstock.pipeline import Pipeline
 from penstock.planning import few_microbatches
-from penstock.show.chart import draw_overlay
+from penstock.show.chart import overlay_chart
 from penstock.show.picture import Timelines, page_of_step, predict_again
 from penstock.show.text import format_bytes, format_seconds, format_share
 from penstock.show.trace import to_trace
@@ -108,25 +108,19 @@ def write_report(
     yield from _table_of_ranks(result, timelines, screen)
     if result.timeline is not None:
         folder.write(TRACE, to_trace(timelines))
-        yield from _draw(folder, timelines)
-        try:
-            folder.write(PAGE, page_of_step(timelines))
-        except ConfigError as error:
-            yield f"{PAGE} was not made: {error}"
+        measured, predicted = timelines["measured"], timelines["predicted"]
+        yield from _draw(folder, PICTURE, partial(overlay_chart, measured, predicted, format="png"))
+        yield from _draw(folder, PAGE, partial(page_of_step, timelines))
     yield f"\nIn {folder.path}:"
     yield from _listing(folder)
 
 
-def _draw(folder: RunFolder, timelines: Timelines) -> Iterator[str]:
-    path = folder.path / PICTURE
+def _draw(folder: RunFolder, name: str, picture: Callable[[], bytes]) -> Iterator[str]:
+    """Write a picture into the run folder; yield a line on why it could not be made, as without matplotlib."""
     try:
-        with naming_storage(path):
-            draw_overlay(timelines["measured"], timelines["predicted"], path)
+        folder.write(name, picture())
     except ConfigError as error:
-        yield f"{PICTURE} was not made: {error}"
-    except BaseException:
-        path.unlink(missing_ok=True)  # half a picture shows nothing
-        raise
+        yield f"{name} was not made: {error}"
 
 
 def _findings(result: TrainingResult, duration_s: float, timelines: Timelines) -> Iterator[str]:
