@@ -1,7 +1,7 @@
 """`Candidate`: a sequence with what it comes to; those with which a search starts, and which of several differ."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
+from penstock.placement import Placement
 from penstock.schedules import FAMILIES, build
 from penstock.searching.listing import Setting, list_schedule
 from penstock.searching.problem import Ints, Problem
@@ -59,15 +60,20 @@ def by_objective(candidate: Candidate) -> float:
 
 def of_families(problem: Problem, *, by_span: bool) -> Iterator[Candidate]:
     """Yield the schedule of every registered family of the shape, whether it fits or not."""
-    for name in FAMILIES:
-        try:
-            schedule = build(
-                name, ranks=problem.num_ranks, microbatches=problem.num_microbatches, stages=problem.num_stages
-            )
-        except ConfigError:
-            continue
-        if schedule.placement == problem.placement and not schedule.is_forward_only:
-            yield Candidate.of(problem, sequence_of(schedule), "family", by_span=by_span, family=schedule)
+    for schedule in families_of([problem.placement], problem.num_microbatches):
+        yield Candidate.of(problem, sequence_of(schedule), "family", by_span=by_span, family=schedule)
+
+
+def families_of(placements: Collection[Placement], num_microbatches: int) -> Iterator[Schedule]:
+    """Yield the schedules of all families, with the families' defaults, that train on one of the placements."""
+    for num_ranks, num_stages in {(placement.num_ranks, placement.num_stages) for placement in placements}:
+        for name in FAMILIES:
+            try:
+                schedule = build(name, ranks=num_ranks, microbatches=num_microbatches, stages=num_stages)
+            except ConfigError:
+                continue
+            if schedule.placement in placements and not schedule.is_forward_only:
+                yield schedule
 
 
 def of_constructions(problem: Problem, *, by_span: bool, is_over: Callable[[], bool]) -> Iterator[Candidate]:

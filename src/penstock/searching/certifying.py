@@ -4,14 +4,13 @@ The result is planned anew with the costs that were given, as `compare` does. It
 registered family of the placements that fits the limit may be shorter. Each of these would be a bug of Penstock.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from penstock.errors import ConfigError
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.proofs import Limit
-from penstock.schedules import FAMILIES, build
+from penstock.searching.candidates import families_of
 from penstock.searching.comparison import Refusal, compare
 from penstock.searching.result import OPTIMAL_GAP, SearchResult
 from penstock.simulation.costs.costs import Costs
@@ -49,15 +48,3 @@ def certify(
         family_s = predict_s(family)
         is_shorter = family_s is not None and family_s * (1 + OPTIMAL_GAP) < result_s
         assert not is_shorter, f"the search found {result_s} s, and {family.name}, which fits, takes {family_s} s"
-
-
-def families_of(placements: Collection[Placement], num_microbatches: int) -> Iterator[Schedule]:
-    """Yield the schedules of all families, with the families' defaults, that train on one of the placements."""
-    for num_ranks, num_stages in {(placement.num_ranks, placement.num_stages) for placement in placements}:
-        for name in FAMILIES:
-            try:
-                schedule = build(name, ranks=num_ranks, microbatches=num_microbatches, stages=num_stages)
-            except ConfigError:
-                continue
-            if schedule.placement in placements and not schedule.is_forward_only:
-                yield schedule

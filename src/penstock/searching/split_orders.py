@@ -20,7 +20,7 @@ from penstock.partition.split import split_text
 from penstock.placement import Placement
 from penstock.planning import layers_of_stages
 from penstock.proofs import Limit
-from penstock.searching.certifying import families_of
+from penstock.searching.candidates import families_of
 from penstock.searching.fitting import Split, fitting_split
 from penstock.simulation import LayerCosts, simulate
 
