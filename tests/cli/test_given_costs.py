@@ -47,7 +47,7 @@ def schedule(tmp_path):
 
 
 def asked(split=None):
-    return Namespace(split=split)
+    return Namespace(split=split, per_action=False)
 
 
 def test_costs_per_layer_get_the_split_that_is_given(costs):

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from penstock.cli.arguments import memory_limit_of
 from penstock.cli.given_costs import costs_text, given_costs, require_split_used
 from penstock.cli.sweep import LABELS, LIMITS, read_sweep, swept_schedules
-from penstock.errors import ConfigError, count_of
+from penstock.errors import count_of
 from penstock.ir.units import byte_unit
 from penstock.partition.split import split_text
 from penstock.proofs import Limit
@@ -112,8 +112,6 @@ def compared_by(arguments: Namespace) -> ComparedSchedules:
     """
     costs = given_costs(arguments, arguments.costs)
     per_layer = isinstance(costs, LayerCosts)
-    if arguments.per_action and per_layer:
-        raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
     sweep = read_sweep(arguments.sweep)
     limit, swept_limits = memory_limit_of(arguments, costs.activation_bytes), sweep.get(LIMITS, ())
     for swept_limit in swept_limits:

@@ -31,10 +31,12 @@ def given_costs(arguments: Namespace, text: str) -> AnyCosts:
     """Read costs, multiplied as `--heavy` says; costs per layer get the split of `--split` in place of their own.
 
     Raises:
-        ConfigError, FormatError: for costs that are none, a split that is none of their layers, and ranks or layers
-            that there are not.
+        ConfigError, FormatError: for costs that are none, a split that is none of their layers, ranks or layers that
+            there are not, and costs per layer with `--per-action`.
     """
     costs = _split_costs(arguments, text)
+    if arguments.per_action and isinstance(costs, LayerCosts):
+        raise ConfigError(f"{text} has costs per layer, not per action; leave it out", key="--per-action")
     factors = _heavy_factors(arguments)
     if not factors:
         return costs

@@ -80,6 +80,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
+    from penstock.cli.given_costs import given_costs
+
     output = Output.of(arguments, TABLE_SUFFIXES, TABLE, {"theme": CHARTS})
     schedule_path = _schedule_path(arguments, output.path)
     # The search takes long, so all that could fail after it is refused before it.
@@ -89,7 +91,7 @@ def run_command(arguments: Namespace) -> int:
         from penstock.show.sheet import load_matplotlib
 
         load_matplotlib()
-    costs = _costs(arguments)
+    costs = given_costs(arguments, arguments.costs)
     if limits:
         return _run_sweep(arguments, costs, limits, output)
     return _run_once(arguments, costs, output, schedule_path)
@@ -120,17 +122,6 @@ def _swept_limits(arguments: Namespace) -> Sequence[Any]:
         problem = "a sweep finds an order for each limit"
         raise ConfigError(f"{problem}; search within one of them, with {MEMORY_LIMIT}", key="--schedule")
     return sweep.get(LIMITS, ())
-
-
-def _costs(arguments: Namespace) -> Any:
-    """Return the costs that are given: `Costs`, or `LayerCosts`. Raises: ConfigError."""
-    from penstock.cli.given_costs import given_costs
-    from penstock.simulation import LayerCosts
-
-    costs = given_costs(arguments, arguments.costs)
-    if arguments.per_action and isinstance(costs, LayerCosts):
-        raise ConfigError(f"{arguments.costs} has costs per layer, not per action; leave it out", key="--per-action")
-    return costs
 
 
 def _stages_per_rank(arguments: Namespace) -> int | None:
