@@ -39,7 +39,7 @@ _NO_EFFECT = ("backward_requires_autograd", "defer_pp_recv")
 class PipelineStage:
     """One stage of this rank: `submodule` is stage `stage_index` of `num_stages`.
 
-    Examples of inputs and outputs are taken and not needed: shapes follow from the first batch. `dw_builder` is called
+    Examples of inputs and outputs are taken and ignored: shapes follow from the first batch. `dw_builder` is called
     after each backward of the stage, and returns the function that computes its weight gradients, which runs in `W`.
 
     Raises:
@@ -59,10 +59,7 @@ class PipelineStage:
     ) -> None:
         """Keep the arguments; nothing is built or sent before a `Schedule` takes the stage.
 
-        `example_arguments` are what torch's stage takes to learn shapes: their names are checked, and they are ignored.
         `dw_builder` is kept on `submodule`, as its attribute, where a backward that is split into I and W looks for it.
-
-        Raises: ConfigError, for another keyword, or a `dw_builder` that cannot be called.
         """
         # Refuse arguments that torch's stage does not take either.
         if dw_builder is not None and not callable(dw_builder):
@@ -97,7 +94,7 @@ class Schedule:
     several arguments. Further keywords are those of torch's classes, then those of `penstock.Pipeline`.
 
     Raises:
-        ConfigError, PartitionError: if the stages do not fit the schedule; on every rank alike.
+        ConfigError, PartitionError: if stages, schedule and options do not fit each other; on every rank alike.
     """
 
     def __init__(
@@ -110,11 +107,7 @@ class Schedule:
     ) -> None:
         """Agree with all ranks on the schedule, and make the pipeline of the stages' modules; every rank calls it.
 
-        `n_microbatches` and `loss_fn` are torch's; without `loss_fn`, `step` evaluates. `options` are keywords of
-        torch's schedule classes or of `penstock.Pipeline`.
-
-        Raises:
-            ConfigError, PartitionError: on every rank alike, if stages, schedule and options do not fit each other.
+        `n_microbatches` and `loss_fn` are torch's; without `loss_fn`, `step` evaluates.
         """
         stages = list(stage) if isinstance(stage, Sequence) else [stage]
         # Anything but a stage in the list is refused by `_order`, on all ranks together: if this rank raised here, the
@@ -134,14 +127,10 @@ class Schedule:
         self._computes_losses = any(local_stage.is_last for local_stage in stages)
         modules = {local_stage.stage_index: local_stage.submod for local_stage in stages}
         self.pipeline = maker.pipeline(modules, order, None if loss_fn is None else self._loss)
-        # A tuple that arrives from the stage before is unpacked into arguments, as torch does.
-        receivers = [local_stage.submod for local_stage in stages if not local_stage.is_first]
-        self._hooks = [
-            module.register_forward_pre_hook(_unpack, with_kwargs=True)
-            for module in {
-                id(module): module for module in receivers
-            }.values()  # a module may be several stages; it gets one hook
-        ]
+        # A tuple that arrives from the stage before is unpacked into arguments, as torch does. A module may be several
+        # stages; it gets one hook.
+        receivers = {id(local_stage.submod): local_stage.submod for local_stage in stages if not local_stage.is_first}
+        self._hooks = [module.register_forward_pre_hook(_unpack, with_kwargs=True) for module in receivers.values()]
         self.result: StepResult | None = None
         """The result of the last step: its loss is on every rank."""
 

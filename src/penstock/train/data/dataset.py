@@ -46,10 +46,7 @@ class BatchOptions:
 
 
 class TokenDataset:
-    """Batches over one or several sources of text.
-
-    `vocabulary` bounds the token ids; `digest` is equal on two machines that hold the same data.
-    """
+    """Batches over one or several sources of text."""
 
     def __init__(
         self,

@@ -169,11 +169,7 @@ class UserSource:
     """The batches of a user's function, one after another; where they end, the iterable is iterated again."""
 
     def __init__(self, config: RunConfig, vocabulary: int) -> None:
-        """Call the function.
-
-        Raises:
-            ConfigError: there is no such function, it fails, or it returns nothing to iterate over.
-        """
+        """Call the function. Raises: ConfigError, also where there is no such function."""
         self.place = config.data.source
         self._config = config
         self._vocabulary = vocabulary

@@ -52,11 +52,7 @@ class MetricsWriter:
         utilization: Utilization | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the sinks (files and services for metrics) that `options` name, and a display of progress.
-
-        `stack` closes them. `output` is where people read; `first_step` is the step that this run begins with. `clock`
-        returns seconds.
-        """
+        """Open the sinks (files and services for metrics) that `options` name. `clock` returns seconds."""
         self._folder = folder
         self._options = options
         self._num_steps = num_steps
