@@ -56,7 +56,7 @@ class Ticks:
             lost = lost_by_span = 2 * error * int(_total(tick_columns))
             lost_by_times = 0
         else:
-            tick_s = _small_tick(_total(columns))
+            tick_s = Fraction(2) ** (math.frexp(_total(columns))[1] - MOST_TICKS.bit_length() + 1)
             tick_columns = [np.floor(column / float(tick_s)) for column in columns]
             lost, lost_by_span = Fraction(0), Fraction(3 * problem.num_stages)
             lost_by_times = 3 * problem.num_actions
@@ -87,10 +87,6 @@ def _common_tick(seconds: Seconds) -> Fraction | None:
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))
     tick_s = Fraction(math.gcd(*(int(fraction * denominator) for fraction in fractions)) or 1, denominator)
     return tick_s if float(seconds.sum()) <= MOST_TICKS * tick_s else None
-
-
-def _small_tick(total_s: float) -> Fraction:
-    return Fraction(2) ** (math.frexp(total_s)[1] - MOST_TICKS.bit_length() + 1)
 
 
 def _largest_error(seconds: Seconds, whole_ticks: Seconds, tick_s: Fraction) -> Fraction:

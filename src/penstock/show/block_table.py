@@ -34,7 +34,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import KIND_INDEX
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import bars_of_rank, last_end_s
-from penstock.show.curve import knows_bytes, memory_levels, per_microbatch
+from penstock.show.curve import knows_bytes, memory_levels
 from penstock.show.layout import Blocks, Floats, Ints, blocks_of_rank
 from penstock.simulation.causes import Cause, IdleSpan, accounts_of
 from penstock.simulation.costs.costs import Costs
@@ -191,7 +191,7 @@ def _columns_of_lane(facts: _Facts, blocks: Blocks, tick_s: float, *, in_bytes: 
     producer = facts.producer[rows]
     producer_end = whole_ticks(facts.timeline.end_s[producer], tick_s)
     transfer = whole_ticks(facts.arrival_s[rows], tick_s) - producer_end
-    microbatch_unit = 1.0 if in_bytes else per_microbatch(program)
+    microbatch_unit = 1.0 if in_bytes else float(program.parts_per_rank)
     return {
         "gap": (begin - np.append(0, end[:-1])[: len(end)]).astype(np.int32),
         "duration": (end - begin).astype(np.uint32),

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.live import left_bytes, live_bytes, one_each
-from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 
 Ints = NDArray[np.int64]
@@ -43,11 +42,6 @@ def memory_levels(timeline: Timeline, *, in_bytes: bool | None = None) -> tuple[
 def knows_bytes(timeline: Timeline) -> bool:
     """Whether a timeline says how large activations are."""
     return timeline.sizes is not None and bool(timeline.sizes.activation.any())
-
-
-def per_microbatch(program: Program) -> float:
-    """Return how many activations a microbatch leaves on a rank, in the mean: one of each of its stages and slices."""
-    return float(program.parts_per_rank)
 
 
 def memory_curves(timeline: Timeline, *, in_bytes: bool | None = None) -> list[MemoryCurve]:

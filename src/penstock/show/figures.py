@@ -6,7 +6,6 @@ from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import COLOURS, NAMES, sorts_used
-from penstock.show.curve import per_microbatch
 from penstock.show.layout import kinds_used, num_shades
 from penstock.show.palette import block_colours, legend_name
 from penstock.show.text import count_of, format_bytes, format_seconds, format_share
@@ -63,7 +62,7 @@ def idle_share(timeline: Timeline, ranks: range) -> float:
 def peak_microbatches(timeline: Timeline, ranks: Iterable[int]) -> str:
     """Return the most that one of the ranks holds, in all activations that a microbatch leaves on a rank."""
     peak = max(timeline.peak_activations[rank] for rank in ranks)
-    return f"{peak / per_microbatch(timeline.program):.4g}"
+    return f"{peak / float(timeline.program.parts_per_rank):.4g}"
 
 
 def _peak(timeline: Timeline) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.timeline import Timeline
-from penstock.show.curve import MemoryCurve, knows_bytes, largest_within, memory_curves, per_microbatch, without_spikes
+from penstock.show.curve import MemoryCurve, knows_bytes, largest_within, memory_curves, without_spikes
 from penstock.show.lanes import TimeScale
 from penstock.show.palette import blend
 from penstock.show.sheet import DOTS_PER_INCH, Sheet
@@ -24,7 +24,7 @@ def draw_memory(axes: Any, timeline: Timeline, scale: TimeScale, sheet: Sheet) -
     ranks = chosen_ranks(curves)
     in_bytes = knows_bytes(timeline)
     largest = max(int(curve.alive.max()) for curve in curves)
-    unit, name = byte_unit(largest) if in_bytes else (per_microbatch(timeline.program), "microbatches")
+    unit, name = byte_unit(largest) if in_bytes else (float(timeline.program.parts_per_rank), "microbatches")
     columns = np.linspace(0.0, scale.end_s, int(DOTS_PER_INCH * sheet.inner_width * STEPS_PER_DOT) + 1)
     for rank in ranks:
         time, alive = _steps(curves[rank], columns, scale)

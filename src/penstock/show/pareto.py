@@ -183,10 +183,8 @@ def _draw_bounds(axes: Any, bounds: Sequence[LowerBound], unit_s: float, theme: 
     axes.set_xlim(axes.get_xlim())  # else the axis would go on to the largest memory
     sorted_bounds = sorted(bounds, key=lambda bound: bound.memory)
     edges = np.array([x_min, *(bound.memory for bound in sorted_bounds)])
-    bound_memory, bound_time = (
-        np.repeat(edges, 2)[1:-1],
-        np.repeat([bound.step_s / unit_s for bound in sorted_bounds], 2),
-    )
+    bound_memory = np.repeat(edges, 2)[1:-1]
+    bound_time = np.repeat([bound.step_s / unit_s for bound in sorted_bounds], 2)
     axes.plot(bound_memory, bound_time, color=theme.faint, linewidth=1, linestyle="--", zorder=2, gid="bound")
     axes.set_ylim(axes.get_ylim())
     axes.fill_between(bound_memory, bound_time, axes.get_ylim()[0], color=theme.bubble, linewidth=0, zorder=0)

@@ -7,6 +7,7 @@ time   |  o---o___          memory |      ___o
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -85,12 +86,10 @@ def _panel(
     `bottom` and `height` are inches.
     """
     axes = sheet.add_axes(bottom, height)
-    size_values = [(point.size, value(point)) for line in lines.values() for point in line]
+    values_of_lines = [[(point.size, value(point)) for point in line] for line in lines.values()]
+    size_values = list(chain.from_iterable(values_of_lines))
     for name, values in zip("xy", np.array(size_values, np.float64).T, strict=True):
         scale_axis(axes, name, values)
-    values_of_lines: list[list[tuple[int, float]]] = [
-        [(point.size, value(point)) for point in line] for line in lines.values()
-    ]
     for index, (name, line) in enumerate(zip(lines, values_of_lines, strict=True)):
         round_of_colors, color = divmod(index, len(COLORS))
         num_equal, index_of_equal = values_of_lines.count(line), values_of_lines[:index].count(line)

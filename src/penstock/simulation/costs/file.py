@@ -193,7 +193,9 @@ def _read(value: object, field_type: Any, key: str, unit: Unit) -> Any:
     if field_type is Kind:
         return _kind(value, key)
     if field_type is bool:
-        return _flag(value, key)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{_shown(value)}; expected true or false", key=key)
+        return value
     number = unit.convert(_number(value, key))
     if field_type is not int:
         return number
@@ -218,12 +220,6 @@ def _number(value: object, key: str) -> float:
         raise ConfigError(f"{_shown(value)} is no number", key=key)
     if not value >= 0 or (isinstance(value, int) and as_float(value) == math.inf):  # NaN is not >= 0
         raise not_a_cost(value, key)
-    return value
-
-
-def _flag(value: object, key: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{_shown(value)}; expected true or false", key=key)
     return value
 
 
