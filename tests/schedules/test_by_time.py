@@ -5,7 +5,7 @@ import numpy as np
 from penstock.schedules.by_time import orders_by_time
 
 STAGE = np.array([[[0], [3]], [[1], [2]]])
-MICROBATCH = np.broadcast_to(np.arange(2), (2, 2, 2))
+MICROBATCH = np.arange(2)
 FORWARD = np.array([[[0, 1], [3, 6]], [[1, 3], [2, 4]]])
 
 

@@ -18,13 +18,13 @@ def orders_by_time(
 ) -> list[NDArray[np.int32]]:
     """Return per rank its rows of kind, stage and microbatch, by ascending time.
 
-    The times are [num_ranks, ...], one entry per stage of the rank and microbatch; `stage` and `microbatch` of each
-    rank broadcast to them.
+    The times are [num_ranks, ...], one entry per stage of the rank and microbatch; `stage` of a rank and `microbatch`
+    broadcast to them.
     """
     orders = []
     for rank in range(len(forward)):
         rows = [
-            np.stack(np.broadcast_arrays(kind, stage[rank], microbatch[rank]), axis=-1)
+            np.stack(np.broadcast_arrays(kind, stage[rank], microbatch), axis=-1)
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         ]
         order = np.argsort(np.stack([forward[rank], backward[rank]]), axis=None)

@@ -52,7 +52,7 @@ def generate(shape: Shape, options: Options) -> Schedule:
     route = np.arange(2)[:, None]
     orders = orders_by_time(
         position + num_ranks * route,
-        np.broadcast_to(index_in_route + num_per_route * route, forward.shape),
+        index_in_route + num_per_route * route,
         forward,
         backward,
     )

@@ -41,26 +41,16 @@ def generate(shape: Shape, options: Options) -> Schedule:
     num_rounds = max(1, shape.num_microbatches // num_ranks)
     begins = np.arange(num_rounds + 1) * shape.num_microbatches // num_rounds
     round_sizes = np.diff(begins)
-    first_of_round, round_size = (
-        np.repeat(begins[:-1], round_sizes),
-        np.maximum(np.repeat(round_sizes, round_sizes), num_ranks),
-    )
-    index_in_sequence = (
-        num_waves * first_of_round + np.arange(shape.num_microbatches) - first_of_round
-    )  # in the sequence of wave 0
+    round_size = np.maximum(np.repeat(round_sizes, round_sizes), num_ranks)
+    microbatch = np.arange(shape.num_microbatches)
+    index_in_sequence = microbatch + (num_waves - 1) * np.repeat(begins[:-1], round_sizes)  # of wave 0
 
-    forward: Times = (
-        2 * place_in_wave + 4 * (index_in_sequence + wave * round_size)[:, None, :]
-    )  # [rank, wave, down or up, microbatch]
+    # [rank, wave, down or up, microbatch]
+    forward: Times = 2 * place_in_wave + 4 * (index_in_sequence + wave * round_size)[:, None, :]
     first_backward = 4 * num_ranks - 1 + 4 * int(round_size.max()) * (num_waves - 1)
     index_of_backward = (index_in_sequence + (num_waves - 1 - wave) * round_size)[:, None, :]
     backward: Times = first_backward + 2 * (2 * num_ranks - 1 - place_in_wave) + 4 * index_of_backward
-    orders = orders_by_time(
-        place_in_wave + 2 * num_ranks * wave[:, :, None],
-        np.broadcast_to(np.arange(shape.num_microbatches), forward.shape),
-        forward,
-        backward,
-    )
+    orders = orders_by_time(place_in_wave + 2 * num_ranks * wave[:, :, None], microbatch, forward, backward)
     placement = Placement.wave(num_ranks, shape.num_stages)
     return Schedule.from_arrays("hanayo", placement, orders, num_microbatches=shape.num_microbatches)
 

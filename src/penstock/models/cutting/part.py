@@ -246,9 +246,8 @@ class CutPart(nn.Module):
         segment, forward = self._segment, self._forward
         part_modules = {name: self.get_submodule(name) for name in segment.modules}
         call = PartCall(inputs, keywords, segment.start is None, self.training)
-        needs_gradient = any(
-            tensor.requires_grad for tensor in tensors_in(keywords)
-        )  # each part needs a graph of its own
+        # Each part needs a graph of its own.
+        needs_gradient = any(tensor.requires_grad for tensor in tensors_in(keywords))
         if self._passes_on and segment.start is not None and not needs_gradient:
             arguments = forward.arguments_of(segment.start, call)
             if arguments is not None:
