@@ -66,29 +66,20 @@ class Placement:
     @cached_property
     def previous_stage(self) -> tuple[int, ...]:
         """The stage before each stage on its route; -1 where a route begins."""
-        previous_stages = [-1] * self.num_stages
-        for route in self.routes:
-            for stage, next_stage in pairwise(route):
-                previous_stages[next_stage] = stage
-        return tuple(previous_stages)
+        previous_of = {next_stage: stage for route in self.routes for stage, next_stage in pairwise(route)}
+        return tuple(previous_of.get(stage, -1) for stage in range(self.num_stages))
 
     @cached_property
     def next_stage(self) -> tuple[int, ...]:
         """The stage after each stage on its route; -1 where a route ends."""
-        next_stages = [-1] * self.num_stages
-        for route in self.routes:
-            for stage, next_stage in pairwise(route):
-                next_stages[stage] = next_stage
-        return tuple(next_stages)
+        next_of = {stage: next_stage for route in self.routes for stage, next_stage in pairwise(route)}
+        return tuple(next_of.get(stage, -1) for stage in range(self.num_stages))
 
     @cached_property
     def route_of_stage(self) -> tuple[int, ...]:
         """The index of each stage's route."""
-        routes_of_stages = [0] * self.num_stages
-        for index, route in enumerate(self.routes):
-            for stage in route:
-                routes_of_stages[stage] = index
-        return tuple(routes_of_stages)
+        route_of = {stage: index for index, route in enumerate(self.routes) for stage in route}
+        return tuple(route_of[stage] for stage in range(self.num_stages))
 
     @classmethod
     def line(cls, num_ranks: int) -> "Placement":
