@@ -71,7 +71,7 @@ class Plan:
         self.num_pipelines = joined.control.calls.num_pipelines
         self.num_replicas = joined.places.num_replicas
         self.mesh = f"{self.num_replicas} replicas of {joined.transport.num_ranks} ranks"
-        self.device = _device_of(joined, options)
+        self.device = default_device(joined.process_group) if options.device is None else torch.device(options.device)
         self.sharding = _sharding(joined, options, self.device)
         # By default a rank frees the layers of other ranks' stages, which it was given and does not run.
         shares_layers = any(map(shares_process, joined.places.transports))
@@ -167,11 +167,6 @@ class Plan:
             positions=memory.path,
             num_pipelines=self.num_pipelines,
         )
-
-
-def _device_of(joined: Joined, options: PipelineOptions) -> torch.device:
-    """Return where this rank's stages live."""
-    return default_device(joined.process_group) if options.device is None else torch.device(options.device)
 
 
 def _sharding(joined: Joined, options: PipelineOptions, device: torch.device) -> Sharding:

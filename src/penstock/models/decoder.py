@@ -47,7 +47,9 @@ def decoder_layers(config: DecoderConfig, *, seed: int = 0, takes_positions: boo
         layer("embedding", partial(Embedding, config), 0.0),  # a look-up
         *blocks,
         layer("norm", partial(_build_norm, config), 4.0 * config.width),
-        layer("head", partial(_build_head, config), 2.0 * config.width * config.vocabulary),
+        layer(
+            "head", partial(_linear, config, config.width, config.vocabulary), 2.0 * config.width * config.vocabulary
+        ),
     ]
 
 
@@ -208,9 +210,8 @@ def _document_mask(positions: Tensor, start: int) -> Tensor:  # [batch, 1, seq, 
     positions_in_sequence = torch.arange(start + positions.shape[1], device=positions.device)
     last_positions = positions_in_sequence[start:]
     document_starts = (last_positions - positions).unsqueeze(-1)  # where the document of each token begins
-    return (
-        (positions_in_sequence >= document_starts) & (positions_in_sequence <= last_positions.unsqueeze(-1))
-    ).unsqueeze(1)
+    is_earlier = positions_in_sequence <= last_positions.unsqueeze(-1)
+    return ((positions_in_sequence >= document_starts) & is_earlier).unsqueeze(1)
 
 
 def _causal_mask(length: int, start: int, device: torch.device) -> Tensor:  # [length, start + length]
@@ -227,10 +228,6 @@ def _too_long(length: int, max_length: int) -> PenstockError:
 
 def _build_norm(config: DecoderConfig) -> nn.RMSNorm:
     return nn.RMSNorm(config.width, eps=NORM_EPSILON, dtype=config.torch_dtype)
-
-
-def _build_head(config: DecoderConfig) -> nn.Linear:
-    return _linear(config, config.width, config.vocabulary)
 
 
 def _linear(config: DecoderConfig, num_in: int, num_out: int, *, deviation: float = INITIAL_DEVIATION) -> nn.Linear:

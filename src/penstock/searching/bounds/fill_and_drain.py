@@ -31,10 +31,6 @@ class Phase:
     rounds_s: float = 0.0
     """The seconds that the rank idles besides in rounds, where the action is not the first of its kind."""
 
-    @property
-    def all_idle_s(self) -> float:
-        return self.idle_s + self.rounds_s
-
 
 NOTHING = Phase(False, 0, 0.0, 0.0)
 
@@ -76,7 +72,7 @@ def _most_idle(route: Route, rank: int, drains: list[Phase], name: str) -> dict[
     costs, work = route.once(RankCosts.of, rank), work_of(route.problem, rank)
     pairs = product([NOTHING, *route.once(_fills, rank)], drains)
     disjoint_pairs = [pair for pair in pairs if _are_disjoint(costs, *pair, work)]
-    fill, drain = max(disjoint_pairs, key=lambda pair: pair[0].all_idle_s + pair[1].idle_s)
+    fill, drain = max(disjoint_pairs, key=lambda pair: pair[0].idle_s + pair[0].rounds_s + pair[1].idle_s)
     rounds = {"rounds": fill.rounds_s} if fill.rounds_s else {}
     return {"work": work, "fill": fill.idle_s, **rounds, name: drain.idle_s}
 
