@@ -18,6 +18,7 @@ from penstock.partition.split import split_over, split_text
 from penstock.planning import layers_of_stages
 from penstock.schedules import FAMILIES, build
 from penstock.simulation import Costs, LayerCosts, simulate
+from penstock.simulation.costs.layer_costs import split_sizes
 
 Sort = Literal["split", "schedule", "microbatches", "weights"]
 NUM_EXTREMES = 4
@@ -154,28 +155,27 @@ def _predict(plan: _Plan, per_layer: LayerCosts, num_measured_parts: int) -> tup
 def _other_splits(now: _Plan, per_layer: LayerCosts, user_split: tuple[int, ...]) -> Iterator[_Plan]:
     """Yield the user's split, those with one layer moved to the next stage, and the one that makes seconds even."""
     route = now.schedule.placement.routes[0]
-    sizes = _sizes(now.schedule, now.layers_of_stage)
-    tried = {tuple(sizes)}
+    sizes = split_sizes(now.layers_of_stage)
+    tried = {sizes}
     layers_s = per_layer.seconds_of_layers.sum(axis=0).tolist()
     stages_s = [sum(layers_s[layer] for layer in now.layers_of_stage[stage]) for stage in route]
     if user_split:
         tried.add(user_split)
-        yield _resplit(now, split_text(user_split), list(user_split))
+        yield _resplit(now, split_text(user_split), user_split)
     for source, target in _moves(sizes, stages_s):
-        near_sizes = sizes.copy()
+        near_sizes = list(sizes)
         near_sizes[source] -= 1
         near_sizes[target] += 1
         if tuple(near_sizes) == user_split:
             continue
         tried.add(tuple(near_sizes))
         yield _resplit(now, f"move one layer from stage {route[source]} to stage {route[target]}", near_sizes)
-    even = split_over(now.schedule.placement, sum(sizes), weights=layers_s)
-    even_sizes = [len(even[stage]) for stage in route]
-    if tuple(even_sizes) not in tried:
+    even_sizes = split_sizes(split_over(now.schedule.placement, sum(sizes), weights=layers_s))
+    if even_sizes not in tried:
         yield _resplit(now, split_text(even_sizes), even_sizes)
 
 
-def _moves(sizes: list[int], seconds: list[float]) -> Iterator[tuple[int, int]]:
+def _moves(sizes: Sequence[int], seconds: list[float]) -> Iterator[tuple[int, int]]:
     """Yield pairs (from, to) of neighbours on the route, of which the first is heavy or the second is light."""
     order = np.argsort(seconds).tolist()
     light, heavy = set(order[:NUM_EXTREMES]), set(order[-NUM_EXTREMES:])
@@ -186,7 +186,7 @@ def _moves(sizes: list[int], seconds: list[float]) -> Iterator[tuple[int, int]]:
                 yield source, target
 
 
-def _resplit(now: _Plan, text: str, sizes: list[int]) -> _Plan:
+def _resplit(now: _Plan, text: str, sizes: Sequence[int]) -> _Plan:
     parts = split_over(now.schedule.placement, sum(sizes), split=sizes)
     return _Plan("split", text, now.schedule, parts, (_split_setting(sizes),))
 
@@ -206,14 +206,9 @@ def _other_schedules(now: _Plan, per_layer: LayerCosts, setting: Setting) -> Ite
         except PartitionError:
             continue  # more stages than layers
         schedules.append(schedule)
-        sizes = _sizes(schedule, parts)
-        split = () if sizes == _sizes(now.schedule, now.layers_of_stage) else (_split_setting(sizes),)
+        sizes = split_sizes(parts)
+        split = () if sizes == split_sizes(now.layers_of_stage) else (_split_setting(sizes),)
         yield _Plan("schedule", text, schedule, parts, (*settings, *split))
-
-
-def _sizes(schedule: Schedule, layers_of_stage: Sequence[range]) -> list[int]:
-    """Return the number of layers of each stage, along a route."""
-    return [len(layers_of_stage[stage]) for stage in schedule.placement.routes[0]]
 
 
 def _built(now: Schedule, setting: Setting) -> Iterator[tuple[str, Schedule, tuple[str, ...]]]:
