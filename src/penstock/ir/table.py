@@ -235,11 +235,7 @@ class Table(ABC):
         return is_flagged
 
     def _rows_of_rank(self, rank: int) -> range:
-        """The rows of a rank, which may be counted from the end.
-
-        Raises:
-            IndexError: if there is no such rank.
-        """
+        """The rows of a rank, which may be counted from the end. Raises: IndexError, if there is no such rank."""
         if not -self.num_ranks <= rank < self.num_ranks:
             raise IndexError(f"rank {rank} of a {type(self).__name__.lower()} for {self.num_ranks} ranks")
         return range(*self.offsets[rank % self.num_ranks :][:2].tolist())

@@ -140,11 +140,7 @@ class PipelineMaker:
 
 
 def require_parts(schedule: Schedule, num_parts: int, key: str) -> None:
-    """Make sure that a schedule runs a model of so many parts.
-
-    Raises:
-        ConfigError: it runs another number.
-    """
+    """Make sure that a schedule runs a model of so many parts. Raises: ConfigError, if it runs another number."""
     length = len(schedule.placement.routes[0])
     if length != num_parts and num_parts % schedule.num_ranks:
         raise ConfigError(

@@ -57,11 +57,7 @@ DARK_INK, LIGHT_INK = "#101214", "#FFFFFF"
 
 
 def find_theme(name: str) -> Theme:
-    """Return a theme by its name.
-
-    Raises:
-        ConfigError: for another name.
-    """
+    """Return a theme by its name. Raises: ConfigError, for another name."""
     if name not in THEMES:
         raise ConfigError(f"{name!r}; known: {', '.join(THEMES)}.{nearest(name, THEMES)}", key="theme")
     return THEMES[name]

@@ -26,11 +26,7 @@ def scale_of(inner_width: float) -> float:
 
 
 def load_matplotlib() -> Any:
-    """Return matplotlib's class of figures.
-
-    Raises:
-        ConfigError: if matplotlib is not installed.
-    """
+    """Return matplotlib's class of figures. Raises: ConfigError, if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

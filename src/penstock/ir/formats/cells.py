@@ -117,11 +117,7 @@ def require_whole_actions(table: Table, format_name: str) -> None:
 
 
 def require_text(text: object) -> None:
-    """Refuse what is no text at all.
-
-    Raises:
-        ConfigError: with what was given instead.
-    """
+    """Refuse what is no text at all. Raises: ConfigError, with what was given instead."""
     if not isinstance(text, str):
         raise ConfigError(f"{described(text)}; expected a text, as Path.read_text gives it", key="text")
 

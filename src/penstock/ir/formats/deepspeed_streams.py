@@ -54,11 +54,7 @@ class Stream:
 
 
 def streams(schedule: Schedule, listing: Listing) -> list[Stream]:
-    """Return what each rank runs.
-
-    Raises:
-        ConfigError: if such streams cannot express the schedule.
-    """
+    """Return what each rank runs. Raises: ConfigError, if such streams cannot express the schedule."""
     _refuse_other_forms(schedule, listing)
     step = _steps_in_turn(schedule) if listing is Listing.DATA_PARALLEL else _steps(schedule, listing)
     return [_stream(schedule, listing, rank, step) for rank in range(schedule.num_ranks)]

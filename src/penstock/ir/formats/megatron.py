@@ -72,11 +72,7 @@ class _Form:
 
 
 def to_megatron(schedule: Schedule) -> str:
-    """Write the table of an interleaved 1F1B.
-
-    Raises:
-        ConfigError: if the schedule is of another form.
-    """
+    """Write the table of an interleaved 1F1B. Raises: ConfigError, if the schedule is of another form."""
     form, warmups = _form_and_warmups(schedule)
     lines = [TITLE, f"ranks: {form.num_ranks}", f"group size: {form.group_size}"]
     lines.append(f"warm-up: {' '.join(map(str, warmups))}" if warmups else FORWARD_ONLY)

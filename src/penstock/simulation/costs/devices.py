@@ -51,11 +51,7 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def device(name: str) -> Device:
-    """Return a device by name.
-
-    Raises:
-        ConfigError: for an unknown name, with the nearest ones.
-    """
+    """Return a device by name. Raises: ConfigError, for an unknown name, with the nearest ones."""
     return _make(Device, name)
 
 
@@ -66,11 +62,7 @@ def device_of_torch(name: str) -> Device | None:
 
 
 def link(name: str) -> Link:
-    """Return a link by name.
-
-    Raises:
-        ConfigError: for an unknown name, with the nearest ones.
-    """
+    """Return a link by name. Raises: ConfigError, for an unknown name, with the nearest ones."""
     return _make(Link, name)
 
 

@@ -96,11 +96,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def config_from_table(table: Mapping[str, object]) -> RunConfig:
-    """Check nested tables of plain values.
-
-    Raises:
-        ConfigError: settings are wrong (all of them in one message).
-    """
+    """Check nested tables of plain values. Raises: ConfigError, one for all settings that are wrong."""
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:
