@@ -42,12 +42,7 @@ from penstock.execute.stages.compiled_layers import compile_layers
 from penstock.execute.stages.held_state import count_parameters, described_state, require_equal_replicas
 from penstock.execute.stages.other_layers import free_other_layers
 from penstock.execute.stages.shared_builders import build_early, refuse_shared_objects
-from penstock.execute.stages.wrappers import (
-    averages_gradients,
-    refuse_reduced_twice,
-    refuse_wrappers,
-    unsplittable,
-)
+from penstock.execute.stages.wrappers import averages_gradients, refuse_reduced_twice, refuse_wrappers, unsplittable
 from penstock.execute.transport.world import shares_process
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule

@@ -33,10 +33,7 @@ from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.places import Places
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import ParameterCounts, describe_split
-from penstock.planning import (
-    ScheduleLike,
-    predict_peaks,
-)
+from penstock.planning import ScheduleLike, predict_peaks
 from penstock.tables import Screen
 
 

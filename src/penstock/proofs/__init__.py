@@ -37,13 +37,7 @@ from penstock.proofs.memory import (
     check_slots,
     count_messages_alive,
 )
-from penstock.proofs.order import (
-    check_complete,
-    check_names,
-    check_pairs,
-    check_positions,
-    check_weight_order,
-)
+from penstock.proofs.order import check_complete, check_names, check_pairs, check_positions, check_weight_order
 from penstock.proofs.report import Subject
 from penstock.proofs.transports import check_transport
 

@@ -183,12 +183,7 @@ def check_limit(subject: Subject, counts: list[int], sizes: StageBytes | None, l
     return num_bytes
 
 
-def _prove_limit(
-    subject: Subject,
-    limit: Limit,
-    peaks: Sequence[int] | Int64s,
-    live: Callable[[], Int64s],
-) -> None:
+def _prove_limit(subject: Subject, limit: Limit, peaks: Sequence[int] | Int64s, live: Callable[[], Int64s]) -> None:
     """Add a violation at the first row of each rank that needs more than its limit.
 
     `live` returns [num_rows] the amount that is alive while each row runs, and `peaks` are its maxima per rank.

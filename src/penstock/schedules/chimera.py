@@ -50,12 +50,7 @@ def generate(shape: Shape, options: Options) -> Schedule:
         backward += 2
         backward[num_ranks // 2 - 1 : num_ranks // 2 + 1] += 2
     route = np.arange(2)[:, None]
-    orders = orders_by_time(
-        position + num_ranks * route,
-        index_in_route + num_per_route * route,
-        forward,
-        backward,
-    )
+    orders = orders_by_time(position + num_ranks * route, index_in_route + num_per_route * route, forward, backward)
     return Schedule.from_arrays(
         "chimera",
         Placement.bidirectional(num_ranks),

@@ -13,14 +13,7 @@ import numpy as np
 from penstock.errors import ConfigError
 from penstock.ir.timeline import Timeline
 from penstock.show.bars import last_end_s
-from penstock.show.caption import (
-    add_lane_figures,
-    add_legend,
-    add_title,
-    name_ranks,
-    notes_on,
-    top_margin,
-)
+from penstock.show.caption import add_lane_figures, add_legend, add_title, name_ranks, notes_on, top_margin
 from penstock.show.density import lanes_of_ranks
 from penstock.show.figures import describe_shape, figures_of
 from penstock.show.lanes import Detail, Lane, TimeScale, choose_detail, draw_lanes

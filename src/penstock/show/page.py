@@ -20,16 +20,7 @@ from penstock.show.bars import COLOURS, FOOT, NAMES, last_end_s, window_s
 from penstock.show.block_table import BlockTable, block_table, pack
 from penstock.show.figures import describe_shape, figures_of, idle_share, legend_of, peak_microbatches
 from penstock.show.layout import describe_shades, num_blocks, num_shades, period_s, typical_block_s
-from penstock.show.palette import (
-    THEMES,
-    VARIABLES,
-    blend,
-    block_colours,
-    find_theme,
-    ink_on,
-    style_of_themes,
-    to_hex,
-)
+from penstock.show.palette import THEMES, VARIABLES, blend, block_colours, find_theme, ink_on, style_of_themes, to_hex
 from penstock.show.text import format_share
 from penstock.simulation.causes import NAME_OF_CAUSE, Cause
 from penstock.simulation.costs.costs import Costs

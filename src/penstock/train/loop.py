@@ -24,13 +24,7 @@ from penstock.train.model_source import build_layers
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
 from penstock.train.settings.config import RunConfig
 from penstock.train.settings.optional_packages import require_packages
-from penstock.train.setup import (
-    build_pipeline,
-    build_trainer,
-    check_together,
-    prepare_together,
-    with_digests,
-)
+from penstock.train.setup import build_pipeline, build_trainer, check_together, prepare_together, with_digests
 from penstock.train.step_runner import StepRunner
 from penstock.train.stopping import EarlyStop, StopRequest
 from penstock.train.together import same_words

@@ -126,11 +126,7 @@ def _measured_run(
     run = replace(run, layer_weights=forwards, backward_weights=backwards)
     if not any(profiled.activation_bytes):
         return run
-    return replace(
-        run,
-        activation_bytes=profiled.activation_bytes,
-        weight_context_bytes=profiled.weight_context_bytes,
-    )
+    return replace(run, activation_bytes=profiled.activation_bytes, weight_context_bytes=profiled.weight_context_bytes)
 
 
 def setting_of(config: RunConfig) -> Setting:
