@@ -1,8 +1,7 @@
 """For users of Megatron-LM: a `forward_step_func`, run by any schedule of Penstock.
 
 A call of the `ForwardBackward` that `get_forward_backward_func` returns takes what Megatron's functions take, and
-returns what they return. docs/moving/megatron.md describes what differs, and what can
-be deleted.
+returns what they return. docs/moving/megatron.md describes what differs, and what can be deleted.
 """
 
 from collections.abc import Iterable, Sequence
