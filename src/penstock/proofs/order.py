@@ -22,6 +22,7 @@ from penstock.ir.operations import (
 )
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
+from penstock.placement import modules_of_ranks
 from penstock.proofs.report import Subject
 
 Place = tuple[int, int, int]
@@ -273,12 +274,8 @@ def check_weight_order(subject: Subject, stages: Collection[int]) -> None:
     does not know microbatches. So the first `W` after some `I`, and a whole backward, takes the entry of the first `I`
     whose `W` has not run. Copies of a part on one rank are one module, with one queue.
     """
-    placement = subject.schedule.placement
-    parts = {stage: place for route in placement.routes for place, stage in enumerate(route)}
-    stages_of_module: dict[tuple[int, int], list[int]] = {}  # by rank and part
-    for stage in sorted(stages):
-        stages_of_module.setdefault((placement.rank_of_stage[stage], parts[stage]), []).append(stage)
-    for stages_of_queue in stages_of_module.values():
+    modules = modules_of_ranks(subject.schedule.placement)
+    for stages_of_queue in filter(None, ([stage for stage in module if stage in stages] for module in modules)):
         _check_queue(subject, stages_of_queue)
 
 
