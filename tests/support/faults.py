@@ -41,7 +41,7 @@ class Fault:
     """What happens, to which rank, when it comes to a place for the `call`-th time in a step, counted from 0."""
 
     kind: str
-    """raise, hang, kill, stop, or shape: of a layer's output."""
+    """raise, hang, kill or stop."""
     rank: int
     place: str
     """forward, backward, loss, send, receive or optimizer."""
@@ -75,14 +75,13 @@ class Switch:
         self._is_awake = True
 
     def reach(self, place):
-        """Suffer the fault that is due here; tell whether the shape of what is computed must be wrong."""
+        """Suffer the fault that is due here."""
         fault = self._fault
         if fault is None or fault.place != place:
-            return False
+            return
         self._num_calls += 1
         if self._num_calls == fault.call + 1:
-            return self._strike(fault.kind, fault.error)
-        return False
+            self._strike(fault.kind, fault.error)
 
     def _strike(self, kind, error):
         if kind == "raise":
@@ -91,7 +90,6 @@ class Switch:
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         while kind == "hang" and not self._is_awake:
             hang_here()
-        return kind == "shape"
 
 
 def hang_here():
@@ -107,10 +105,8 @@ class Layer(nn.Module):
         self._switch = switch
 
     def forward(self, inputs):
-        is_bent = self._switch.reach("forward")
+        self._switch.reach("forward")
         outputs = torch.tanh(self.linear(inputs))
-        if is_bent:
-            outputs = outputs[:, 1:]
         if outputs.requires_grad:
             outputs.register_hook(self._reach_backward)
         return outputs
@@ -155,9 +151,6 @@ class FaultyTransport:
     @deadline_s.setter
     def deadline_s(self, deadline_s):
         self._wires.deadline_s = deadline_s
-
-    def stop_meddling(self):
-        self.loses, self.swaps, self._held = None, False, []
 
     def post_receive(self, peer, tensor, tag=Tag.DATA):
         if tag is Tag.DATA:
@@ -215,14 +208,12 @@ class FaultyRank:
         patient.pipeline.close()
         return cls.start(TorchTransport(deadline_s=deadline_s))
 
-    def step(self, fault=None, *, call="step", narrow=False):
-        """Run one step from zero gradients, with this fault or none, and tell how it ended; `narrow` is a bad batch."""
+    def step(self, fault=None, *, call="step"):
+        """Run one step from zero gradients, with this fault or none, and tell how it ended."""
         for _, parameter in self.pipeline.named_parameters():
             parameter.grad = None
         self.switch.arm(fault)
         inputs, target = batch()
-        if narrow:
-            inputs = inputs[:, 1:]
         begin_s = time.monotonic()
         try:
             result = getattr(self.pipeline, call)(inputs, target=target)

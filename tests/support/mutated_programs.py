@@ -1,14 +1,10 @@
 """Random programs with a few rows moved, dropped, doubled or renamed, judged by `check` and by a plain machine.
 
-    python -m tests.support.mutated_programs --cases 20000 --seed 1
-
 Under each transport model, `check` must pass exactly what the machine of that model (`tests/proofs/machine.py`) runs to
-its end. It prints what was found, and ends with status 1 if there is any difference.
+its end.
 """
 
-import argparse
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -310,23 +306,3 @@ def differences(found):
             if passes(case.program, model) != (judged == "ends"):
                 differing.append((case, model, judged))
     return counts, differing
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    counts, differing = differences(cases(arguments.cases, arguments.seed))
-    print(f"{arguments.cases} programs, seed {arguments.seed}")
-    for model in MODELS:
-        told = ", ".join(f"{counts[model, judged]} {judged}" for judged in ("ends", "hangs", "wrong"))
-        print(f"  {model:12} {told}")
-    print(f"{len(differing)} verdicts of check differ")
-    for case, model, judged in differing[:10]:
-        print(f"\n{case.program.name}: {', '.join(case.changes)}; under {model} it {judged}\n{case.program.to_csv()}")
-    return 1 if differing else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
