@@ -106,7 +106,6 @@ class Trained:
     norms: list
     weights: dict
     gradients: dict
-    own_losses: list = field(default_factory=list)
     result: Any = None
 
 
@@ -176,7 +175,6 @@ def train(places, job, schedule, steps=1, optimizer=None, **options):
                 stepped.step()
                 stepped.zero_grad()
         found.result = result
-        found.own_losses = list(result.losses)
         attribute = "main_grad" if pipeline.options.main_gradients else "grad"
         found.weights = {name: rows_of(each) for name, each in pipeline.named_parameters()}
         found.gradients = {name: rows_of(getattr(each, attribute)) for name, each in pipeline.named_parameters()}
@@ -278,7 +276,7 @@ def train_alone(job, steps=1, optimizer=None, seed=None):
             found.norms.append(torch.nn.utils.clip_grad_norm_(own, 1.0).item())
             stepped.step()
             stepped.zero_grad()
-    found.result, found.own_losses = result, result.losses
+    found.result = result
     found.weights = {name: each.detach().clone() for name, each in named(layers)}
     found.gradients = {name: None if each.grad is None else each.grad.clone() for name, each in named(layers)}
     return found

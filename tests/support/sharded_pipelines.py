@@ -38,10 +38,12 @@ def settings(*which):
     return pytest.mark.parametrize("setting", which, indirect=True, ids=name_of)
 
 
-def ways(names, *quick, slow=()):
-    """Run a test with each tuple of values of these parameters, with the slow ones in `make test-all` alone."""
-    cases = [*(pytest.param(*case) for case in quick), *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
-    return pytest.mark.parametrize(names.split(), cases, ids=name_of, indirect=["setting"])
+def ways(names, *quick, slow=(), full=()):
+    """Run a test with each tuple of values of these parameters; slow ones in `make test-all` and full ones apart."""
+    tiers = ((quick, ()), (slow, pytest.mark.slow), (full, pytest.mark.full))
+    cases = [pytest.param(*case, marks=marks) for tier, marks in tiers for case in tier]
+    indirect = ["setting"] if "setting" in names else False
+    return pytest.mark.parametrize(names.split(), cases, ids=name_of, indirect=indirect)
 
 
 def name_of(setting):

@@ -49,23 +49,6 @@ def made(places, schedule="interleaved-1f1b", layers=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"shard": "ful"}, "Did you mean 'full'"),
-        ({"shard": True}, "shard"),
-        ({"shard": "full", "residency": 0}, "residency: 0"),
-        ({"shard": "full", "residency": 1.5}, "residency: 1.5"),
-        ({"shard": "full", "residency": True}, "residency: True"),
-        ({"shard": "full", "look_ahead": -1}, "look_ahead: -1"),
-        ({"schedule": "dualpipe-v", "shard": "full", "residency": 1}, "overlapped pairs"),
-    ],
-)
-def test_settings_that_do_not_exist_are_refused(options, words):
-    for text in refused(lambda places: made(places, **options)):
-        assert words in text
-
-
-@pytest.mark.parametrize(
     ("odd", "usual"),
     [(ONE, TWO), (OPTIMIZER, ALL), (NONE, ONE), (TWO, TWO | {"look_ahead": 0}), (ALL, ONE | {"look_ahead": 1})],
     ids=name_of,
@@ -171,13 +154,6 @@ def test_parameters_that_change_between_steps_are_refused_by_all_and_the_next_st
 
 
 # ---- programs
-
-
-def test_a_given_program_without_gathers_is_refused_under_full():
-    program = lower(ps.build("zbv", ranks=2, microbatches=MICROBATCHES))
-
-    for text in refused(lambda places: made(places, program, **ONE)):
-        assert "never gathers stage 0" in text
 
 
 @pytest.mark.parametrize(("schedule", "setting"), [("zbv", NONE), ("zb-h1", ONE)], ids=name_of)

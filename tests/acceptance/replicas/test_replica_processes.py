@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -60,28 +61,23 @@ LAYOUTS = [
     (2, 2, ("pipeline", "data"), "zbv", ONE),
     (2, 2, BOTH, "1f1b", OPTIMIZER),
     (1, 4, ("data",), "interleaved-1f1b", ALL),
-    pytest.param(1, 4, BOTH, "zb-h1", ONE, marks=pytest.mark.full),
-    pytest.param(4, 1, BOTH, "1f1b", TWO, marks=pytest.mark.full),
+]
+EVERY_LAYOUT = [
+    (*sizes, BOTH, schedule, setting, 20)
+    for sizes in ((2, 2), (1, 4), (4, 1), (1, 2), (1, 3), (2, 4), (4, 2))
+    for schedule in ("1f1b", "interleaved-1f1b", "zbv", "zb-h1")
+    for setting in (ONE, TWO, ALL, OPTIMIZER, NONE)
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "data", "names", "schedule", "setting"), LAYOUTS, ids=name_of)
-def test_processes_train_as_one_does(request, pipeline, data, names, schedule, setting):
-    pool = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[pipeline * data])
-    found = by_replica(pool.run(trained, pipeline, data, names, schedule, setting), pipeline, data, names)
+@ways("pipeline data names schedule setting steps", slow=[(*each, STEPS) for each in LAYOUTS], full=EVERY_LAYOUT)
+def test_processes_train_as_one_does(request, pipeline, data, names, schedule, setting, steps):
+    num_ranks = pipeline * data
+    pool = {2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}.get(num_ranks)
+    run = request.getfixturevalue(pool).run if pool else partial(run_ranks, num_ranks)
+    found = by_replica(run(trained, pipeline, data, names, schedule, setting, steps), pipeline, data, names)
 
-    assert difference(found, train_alone(Job([8] * data), STEPS, adamw), num_replicas=data) == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("setting", [ONE, TWO, ALL, OPTIMIZER, NONE], ids=name_of)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "zb-h1"])
-@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (1, 4), (4, 1), (1, 2), (1, 3), (2, 4), (4, 2)])
-def test_processes_of_every_layout_train_as_one_does(pipeline, data, schedule, setting):
-    found = run_ranks(pipeline * data, trained, pipeline, data, BOTH, schedule, setting, 20)
-
-    assert difference(found, train_alone(Job([8] * data), 20, adamw), num_replicas=data) == []
+    assert difference(found, train_alone(Job([8] * data), steps, adamw), num_replicas=data) == []
 
 
 # ---- what is refused
@@ -152,7 +148,6 @@ MESHES = {
         plain(lambda rank: mesh_of(2, 2, names=("replica" if rank == 2 else "data", "pipeline"))),
         "dimension 'replica' is unknown",
     ),
-    "no mesh": (only_on_rank_2(lambda: "data"), "expected a DeviceMesh"),
     "another": (only_on_rank_2(lambda: device_mesh(4, 1)), "give every rank one mesh"),
     "none": (only_on_rank_2(lambda: None), "was given a mesh, rank"),
     "none for full": (plain(lambda rank: None, lambda rank: TWO), "shard: 'full' needs the ranks to share with: pass"),
@@ -165,7 +160,6 @@ OTHERS = {
     ),
     "transport": (plain(options=lambda rank: {"transport": LocalTransport.create(1)[0]}), "goes without a transport"),
     "split": (plain(options=lambda rank: {"split": [3, 5] if rank == 3 else [4, 4]}), "disagree on split"),
-    "ranks": (plain(options=lambda rank: {"ranks": 3}), "but the pipeline has 2 ranks"),
     "DistributedDataParallel": (
         WRAPPED["DistributedDataParallel"],
         "DistributedDataParallel reduces its gradients, which the mesh",

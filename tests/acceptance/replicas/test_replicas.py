@@ -1,6 +1,5 @@
 """Replicas on a mesh are one job, with shards or without: its numbers are those of one process with the rows of all."""
 
-import threading
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -54,9 +53,7 @@ from tests.support.sharded_pipelines import (
     ONE,
     OPTIMIZER,
     TWO,
-    adamw,
     compared,
-    norm_layers,
     settings,
     token_job,
     token_targets,
@@ -95,28 +92,49 @@ def test_weights_that_wait_for_w_are_summed(schedule, setting):
 # ---- weights of losses
 
 
-@ways("setting", (NONE,), slow=[(ONE,), (OPTIMIZER,)])
-def test_sums_add_up_over_replicas(setting):
-    known = {"reduction": "sum"}
-    job = Job([8, 12, 4], loss=nn.MSELoss(reduction="sum"), options=known, known=known)
+class Balance(nn.Module):
+    """Adds a loss beside the output, as a mixture of experts does."""
 
-    assert compared(1, 3, job, "1f1b", **setting) == []
+    def __init__(self):
+        super().__init__()
+        self.linear = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 9)
+        self.added = ps.AuxiliaryLoss("balance", 0.5)
 
-
-@pytest.mark.feature("E13")
-@ways("setting", (IN_PLACE,), (ONE,), slow=[(NONE,), (OPTIMIZER,)])
-def test_rows_that_replicas_do_not_share_evenly_weigh_what_they_are(setting):
-    known = {"allow_ragged": True}
-
-    assert compared(2, 3, Job([9, 5, 14], options=known, known=known), "1f1b", **setting) == []
+    def forward(self, x):
+        self.added.add((x**2).mean() + self.linear.weight.abs().mean())
+        return self.linear(x)
 
 
-@pytest.mark.feature("X35")
-@ways("setting", (ONE,), slow=[(NONE,), (OPTIMIZER,)])
-def test_a_mean_over_tokens_is_that_of_all_replicas_also_where_one_has_few(setting):
-    job = token_job((5, 9), token_targets, count=count_tokens, allow_ragged=True)
+SUM, RAGGED = {"reduction": "sum"}, {"allow_ragged": True}
+SHARES = {
+    "sums": Job([8, 12, 4], loss=nn.MSELoss(reduction="sum"), options=SUM, known=SUM),
+    "rows": Job([9, 5, 14], options=RAGGED, known=RAGGED),
+    "tokens, of which one replica has few": token_job((5, 9), token_targets, count=count_tokens, **RAGGED),
+    "losses of layers": Job([8, 5], lambda: [Balance(), *float_layers(FLOAT, 3)], options=RAGGED, known=RAGGED),
+}
 
-    assert compared(2, 2, job, "1f1b", **setting) == []
+
+@pytest.mark.feature("E13", "X35")
+@ways(
+    "shares setting",
+    ("sums", NONE),
+    *(("rows", setting) for setting in (IN_PLACE, ONE)),
+    ("tokens, of which one replica has few", ONE),
+    ("losses of layers", ONE),
+    slow=[(shares, setting) for shares in SHARES for setting in (NONE, ONE, OPTIMIZER)],
+)
+def test_replicas_weigh_by_what_they_have_of_the_batch_of_the_job(shares, setting):
+    job = SHARES[shares]
+
+    assert compared(2, len(job.rows), job, "1f1b", **setting) == []
+
+
+def test_losses_that_layers_add_are_reported_for_the_rows_of_the_job():
+    job = SHARES["losses of layers"]
+    expected = train_alone(job).result.named_losses["balance"]
+
+    for own in on_mesh(2, 2, lambda places: train(places, job, "1f1b", **ONE)):
+        assert abs(own.result.named_losses["balance"] - expected) < 1e-14
 
 
 @settings(NONE, ONE)
@@ -147,31 +165,6 @@ def test_a_loss_with_names_has_those_of_the_job():
             assert len(own.result.named_microbatch_losses[name]) == MICROBATCHES
 
 
-class Balance(nn.Module):
-    """Adds a loss beside the output, as a mixture of experts does."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT), 9)
-        self.added = ps.AuxiliaryLoss("balance", 0.5)
-
-    def forward(self, x):
-        self.added.add((x**2).mean() + self.linear.weight.abs().mean())
-        return self.linear(x)
-
-
-@pytest.mark.feature("X35")
-@ways("setting", (ONE,), slow=[(NONE,)])
-def test_losses_that_layers_add_are_weighted_by_the_rows_of_the_job(setting):
-    known = {"allow_ragged": True}
-    job = Job([8, 5], lambda: [Balance(), *float_layers(FLOAT, 3)], options=known, known=known)
-
-    assert compared(2, 2, job, "1f1b", **setting) == []
-    expected = train_alone(job).result.named_losses["balance"]
-    for own in on_mesh(2, 2, lambda places: train(places, job, "1f1b", **setting)):
-        assert abs(own.result.named_losses["balance"] - expected) < 1e-14
-
-
 @settings(NONE, ONE)
 def test_losses_of_microbatches_and_outputs_are_the_replicas_own(setting):
     job = Job([8, 8])
@@ -184,7 +177,7 @@ def test_losses_of_microbatches_and_outputs_are_the_replicas_own(setting):
 
     for rank, (losses, *outputs) in enumerate(ranks):
         replica = slice(rank // 2 * MICROBATCHES, (rank // 2 + 1) * MICROBATCHES)
-        assert losses == alone.own_losses[replica]
+        assert losses == alone.result.losses[replica]
         for found in outputs if rank % 2 else ():
             torch.testing.assert_close(found, torch.cat(alone.result.outputs[replica]), rtol=0, atol=1e-14)
 
@@ -335,37 +328,6 @@ def test_a_weight_may_be_frozen_between_steps_that_are_summed_and_others(steps, 
     assert_near(whole(ranks, 2), expected)
 
 
-# ---- what all take from the first replica
-
-
-def test_all_begin_with_the_first_replicas_parameters_and_buffers_and_end_with_its_buffers():
-    job = Job([8, 8], norm_layers)
-
-    def case(places):
-        own = job.make_layers()
-        for layer in own:
-            settle(layer, 50 + places.index)
-            layer[1].running_mean += places.index
-        with ps.Pipeline(own, "1f1b", MICROBATCHES, square_loss, mesh=places) as pipeline:
-            begin = {name: each.clone() for name, each in pipeline.state_dict().items()}
-            inputs, target = job.of(pipeline.replica)
-            pipeline.step(inputs, target=target)
-            with pipeline.no_sync():
-                pass
-            return begin, {name: each.clone() for name, each in pipeline.state_dict().items()}
-
-    ranks = on_mesh(2, 2, case)
-
-    for place in range(2):
-        (begin, end), (other_begin, other_end) = ranks[place], ranks[2 + place]
-        assert all(torch.equal(begin[name], other_begin[name]) for name in begin)
-        names = [name for name in end if "running" in name or "tracked" in name]
-        assert names
-        assert all(torch.equal(end[name], other_end[name]) for name in names)
-        assert not any(torch.equal(end[name], begin[name]) for name in names)
-        assert torch.equal(begin[f"{2 * place}.0.1.weight"], settle(norm_layers()[0], 50 + place)[0][1].weight)
-
-
 # ---- warnings and refusals
 
 
@@ -499,57 +461,3 @@ def test_backwards_run_while_a_reduction_is_under_way():
     reductions = [row for row, is_own in calls if "REDUCE_GRAD" in row and is_own]
     assert len(reductions) == len(set(reductions)) == 2
     assert [is_own for _, is_own in calls[-3:]] == [True, False, False]
-
-
-# ---- checkpoints
-
-
-def training(places, folder, *, save_at=None, load=False, end=4):
-    """Train up to step `end`, and save or load on the way; return the loss of the last step and the weights."""
-    num_replicas = places.num_replicas
-    job = Job([16 // num_replicas] * num_replicas)
-    with ps.Pipeline(job.make_layers(), "1f1b", 8 // num_replicas, square_loss, mesh=places) as pipeline:
-        optimizer = adamw(pipeline.parameters())
-        begin = ps.load_checkpoint(folder, pipeline, optimizer)["at"] if load else 0
-        inputs, target = job.of(pipeline.replica)
-        for step in range(begin, end):
-            result = pipeline.step(inputs * (step + 1), target=target)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step + 1 == save_at:
-                ps.save_checkpoint(folder, pipeline, optimizer, step=save_at, extra={"at": save_at})
-        return result.loss, {name: each.detach().clone() for name, each in pipeline.named_parameters()}
-
-
-def test_a_checkpoint_of_replicas_continues_on_them_and_on_other_layouts(tmp_path):
-    begun = on_mesh(2, 2, training, tmp_path)
-    on_mesh(2, 2, lambda places: training(places, tmp_path, save_at=2, end=2))
-
-    assert any("of-00004" in path.name for path in (tmp_path / "step-2").iterdir())
-    again = on_mesh(2, 2, lambda places: training(places, tmp_path, load=True))
-    for (loss, weights), (expected, expected_weights) in zip(again, begun, strict=True):
-        assert torch.equal(loss, expected)
-        assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
-    every = {name: value for _, weights in begun for name, value in weights.items()}
-    for pipeline, data in ((1, 1), (4, 1), (1, 2)):
-        for loss, weights in on_mesh(pipeline, data, lambda places: training(places, tmp_path, load=True)):
-            torch.testing.assert_close(loss, begun[0][0], rtol=1e-12, atol=1e-12)
-            assert_near(weights, every)
-
-
-def test_random_numbers_continue_on_each_rank_of_every_replica(tmp_path, monkeypatch):
-    own, found = threading.local(), []
-    monkeypatch.setattr("penstock.checkpoints.writer.random_state", lambda device: {"of": own.index})
-    monkeypatch.setattr(
-        "penstock.checkpoints.loading.random_state_restorer",
-        lambda state, device: found.append((own.index, state["of"])) or (lambda: None),
-    )
-
-    def case(places, **options):
-        own.index = places.index
-        training(places, tmp_path, **options)
-
-    on_mesh(2, 2, lambda places: case(places, save_at=1, end=1))
-    on_mesh(2, 2, lambda places: case(places, load=True, end=2))
-
-    assert sorted(found) == [(rank, rank) for rank in range(4)]

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from tests.support.local_pipelines import WIDTH, float_layers, settle
 from tests.support.mesh_pipelines import FLOAT, MICROBATCHES, Job, on_pipelines, two_steps
 from tests.support.sharded_pipelines import (
     FULL,
+    NONE,
     ONE,
     OPTIMIZER,
+    SCHEDULES,
     TWO,
     compared,
-    name_of,
     norm_layers,
     sequence_job,
     ways,
@@ -59,39 +61,24 @@ class Parts(Job):
         return alone
 
 
-IN_FEW = [name for name in MODELS if name not in ("plain", "compiled")]
 DRAWN = [
-    (
-        feature,
-        list(LOSSES)[number % 3],
-        ("1f1b", "zbv", "interleaved-1f1b", "zb-h1")[number % 4],
-        (ONE, TWO, OPTIMIZER)[number % 3],
-    )
-    for number, feature in enumerate(IN_FEW)
+    (2, feature, list(LOSSES)[number % 3], SCHEDULES[number % 4], (ONE, TWO, OPTIMIZER)[number % 3])
+    for number, feature in enumerate(name for name in MODELS if name not in ("plain", "compiled"))
+]
+EVERY = [
+    (3, feature, loss, schedule, setting)
+    for feature, loss in product(MODELS, LOSSES)
+    for schedule in ("1f1b", "interleaved-1f1b", "zbv", "zb-h1", "dualpipe", "chimera")
+    for setting in (OPTIMIZER, TWO if schedule == "dualpipe" else ONE, FULL[5])
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("feature", "loss", "schedule", "setting"), DRAWN, ids=name_of)
-def test_a_feature_trains_as_in_one_process(feature, loss, schedule, setting):
-    job = Parts(feature, loss, 2)
-
-    assert compared(2, 2, job, schedule, steps=2, alone=job.plain(), **setting, **job.seed) == []
-
-
-@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "zb-h1", "dualpipe", "chimera"])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("feature", MODELS)
-def test_every_feature_trains_as_in_one_process(feature, loss, schedule):
-    job = Parts(feature, loss, 3)
-    found = {
-        name_of(setting): compared(2, 3, job, schedule, steps=2, alone=job.plain(), **setting, **job.seed)
-        for setting in (OPTIMIZER, TWO if schedule == "dualpipe" else ONE, FULL[5])
-    }
+@ways("data feature loss schedule setting", slow=DRAWN, full=EVERY)
+def test_a_feature_trains_as_in_one_process(data, feature, loss, schedule, setting):
+    job = Parts(feature, loss, data)
 
-    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert compared(2, data, job, schedule, steps=2, alone=job.plain(), **setting, **job.seed) == []
 
 
 @pytest.mark.slow
@@ -145,7 +132,7 @@ def test_activations_that_a_program_moves_to_the_host_train(setting):
     assert compared(2, 2, Job([8, 8]), program, **setting) == []
 
 
-@ways("setting", (ONE,), slow=[(OPTIMIZER,)])
+@ways("setting", (NONE,), (ONE,), slow=[(OPTIMIZER,)])
 def test_buffers_of_the_first_replica_reach_all(setting):
     def buffers(own, inputs, target):
         two_steps(own, inputs, target)

@@ -1,7 +1,5 @@
 """Layers that pass on their weights, or use them unusually, train in sharded pipelines as in others."""
 
-from functools import partial
-
 import torch
 from torch import nn
 
@@ -20,7 +18,6 @@ from tests.support.mesh_pipelines import (
     layers_of,
     on_mesh,
     on_pipelines,
-    one_step,
     pipeline_of,
     two_steps,
     whole,
@@ -33,7 +30,6 @@ from tests.support.sharded_pipelines import (
     TWO,
     compared,
     sequence_job,
-    settings,
     ways,
     whole_gradients,
 )
@@ -253,14 +249,3 @@ def test_large_settings_are_as_good_as_all():
     found, expected = (whole_gradients(2, 2, job, "zbv", **each) for each in (large, ALL))
 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-# ---- construction
-
-
-@settings(ONE, OPTIMIZER)
-def test_layers_that_ranks_build_train(setting):
-    job = Job([8, 8], lambda: [partial(block, seed, FLOAT) for seed in range(8)])
-
-    expected = gradients_of_steps(Job([8, 8]), [1])
-    assert_near(gradients_after(job, "zbv", one_step, **setting), expected)

@@ -1,49 +1,18 @@
-"""Sharded pipelines whose ranks are processes: fused optimizers, whole tensors, and scalers."""
+"""Sharded pipelines whose ranks are processes, with a scaler."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import penstock as ps
 from tests.acceptance.replicas.test_replica_processes import DEADLINE_S
 from tests.support.local_pipelines import WIDTH, settle, square_loss, values
-from tests.support.mesh_pipelines import MICROBATCHES, Job, device_mesh, pipeline_of
+from tests.support.mesh_pipelines import MICROBATCHES, Job, device_mesh
 from tests.support.ranks import run_ranks
 from tests.support.sharded_pipelines import NONE, OPTIMIZER, TWO, ways
-
-
-def with_fused(rank):
-    with pipeline_of(device_mesh(2, 2), Job([8, 8]), "interleaved-1f1b", deadline_s=DEADLINE_S, **TWO) as own:
-        optimizer = torch.optim.AdamW(own.parameters(), lr=0.01, fused=True)
-        for _ in range(3):
-            inputs, target = Job([8, 8]).of(own.replica)
-            own.step(inputs, target=target)
-            optimizer.step()
-            optimizer.zero_grad()
-        for name, each in own.named_parameters():
-            assert isinstance(each, DTensor)
-            assert list(each.placements) == [Shard(0)]
-            assert each.device_mesh == device_mesh(2, 2)["data"], name
-        return {name: each.full_tensor().detach() for name, each in own.named_parameters()}
-
-
-def test_fused_optimizers_step_shards_and_whole_tensors_come_from_torchs_own_call(four_ranks):
-    layers = Job([8, 8]).make_layers()
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(3):
-        square_loss(model(Job([8, 8]).inputs(16)), Job([8, 8]).targets(16)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = dict(model.named_parameters())
-
-    for own in four_ranks.run(with_fused):
-        for name, value in own.items():
-            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-12, atol=1e-12)
-
 
 # ---- a scaler
 

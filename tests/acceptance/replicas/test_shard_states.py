@@ -135,25 +135,6 @@ def test_a_whole_state_is_loaded_by_all_and_the_next_step_uses_it(from_rank, set
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
 
 
-@BOTH
-def test_a_state_with_a_wrong_shape_is_one_error_on_all_and_changes_nothing(setting):
-    job = Job([8, 8])
-    state = other_state(job)
-    state["3.1.weight"] = torch.zeros(WIDTH + 1, WIDTH, dtype=FLOAT)
-
-    def refused(own, inputs, target):
-        before = Rows(own).weights
-        error = error_of(own.load_state_dict, state if index_of(own) == 0 else None, from_rank=0)
-        after = Rows(own).weights
-        assert all(torch.equal(before[name].rows, after[name].rows) for name in before)
-        return str(error), own.step(inputs, target=target).loss
-
-    texts, losses = zip(*on_pipelines(job, "1f1b", refused, **setting), strict=True)
-
-    assert all("3.1.weight" in text for text in texts)
-    assert_loss_of_one_process(losses, job)
-
-
 # ---- what looks at a step
 
 
@@ -286,29 +267,6 @@ def test_an_empty_batch_that_is_spent_is_kept_where_another_replica_refuses():
     assert_loss_of_one_process(losses, job)
 
 
-def test_a_count_that_fails_in_one_replica_is_one_error_on_all():
-    job = Job([8, 8])
-
-    def case(places):
-        def count(target):
-            if places.replica == 1 and target[0, 0] == fails_at[0]:
-                raise ValueError("planted in count")
-            return len(target)
-
-        inputs, target = job.of(places.replica)
-        fails_at = [target[0, 0]]
-        with pipeline_of(places, job, "1f1b", count=count) as pipeline:
-            error = error_of(pipeline.step, inputs, target=target)
-            fails_at[0] = None
-            return error, pipeline.step(inputs, target=target).loss
-
-    errors, losses = zip(*on_mesh(2, 2, case), strict=True)
-
-    assert {error.rank for error in errors} == {3}
-    assert all("planted in count" in str(error) for error in errors)
-    assert_loss_of_one_process(losses, job)
-
-
 def test_two_pipelines_on_one_mesh_train_side_by_side():
     job = Job([8, 8])
 
@@ -330,17 +288,3 @@ def test_two_pipelines_on_one_mesh_train_side_by_side():
     for losses, *_ in ranks:
         for pair in losses:
             torch.testing.assert_close(*pair, rtol=0, atol=1e-14)
-
-
-# ---- ranks that fail
-
-
-def test_a_rank_may_be_first_to_refuse_layers_while_others_wait():
-    def case(places):
-        options = {"seed": -1} if places.index == 3 else {}
-        return error_of(pipeline_of, places, Job([8, 8], lambda: float_layers(FLOAT, 4)), "1f1b", **options)
-
-    errors = on_mesh(2, 2, case)
-
-    assert {type(error) for error in errors} == {ps.ConfigError}
-    assert all("rank 3 (pipeline 1, data 1)" in str(error) for error in errors[:3])

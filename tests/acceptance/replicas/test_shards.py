@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -10,13 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
-import penstock as ps
 from penstock.execute.lost_device import living_instances
 from penstock.ir.operations import Op
 from tests.acceptance.replicas.test_replicas import Counting
 from tests.support.local_pipelines import MAX_WAIT_S, WIDTH, block, settle, values
-from tests.support.local_wires import ordered
-from tests.support.mesh_pipelines import FLOAT, MICROBATCHES, Job, layers_of, on_mesh, on_pipelines, pipeline_of, train
+from tests.support.mesh_pipelines import FLOAT, Job, layers_of, on_mesh, on_pipelines, pipeline_of
 from tests.support.sharded_pipelines import (
     ALL,
     FULL,
@@ -26,9 +25,7 @@ from tests.support.sharded_pipelines import (
     SCHEDULES,
     SHARDED,
     TWO,
-    adamw,
     compared,
-    name_of,
     ways,
     whole_gradients,
     wide_job,
@@ -56,87 +53,49 @@ DRAWN = [
     (4, 1, "zbv", TWO, 4),
     (2, 2, "interleaved-1f1b", FULL[8], 4),
 ]
+EVERY_LAYOUT = [
+    (pipeline, data, schedule, setting, 20)
+    for pipeline, data in product((1, 2, 3, 4), repeat=2)
+    for schedule in (*SCHEDULES, "gpipe", "hanayo")
+    for setting in ((NONE, OPTIMIZER, *FULL[(pipeline + data) % 3 :: 3]) if schedule in SCHEDULES else (NONE,))
+]
+EVERY_SETTING = [
+    (2, 2, schedule, setting, 5)
+    for schedule in (*SCHEDULES, "gpipe", "looped-bfs", "hanayo", "dualpipe-v", "interleaved-zb")
+    for setting in SHARDED
+    if schedule != "dualpipe-v" or setting.get("residency") != 1  # its pairs hold two stages at once
+]
 
 
 @pytest.mark.feature("X3")
-@pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "data", "schedule", "setting", "steps"), DRAWN, ids=name_of)
+@pytest.mark.timeout(600)
+@ways("pipeline data schedule setting steps", slow=DRAWN, full=EVERY_LAYOUT + EVERY_SETTING)
 def test_a_layout_trains_as_one_process_does(pipeline, data, schedule, setting, steps):
     assert compared(pipeline, data, Job([8] * data), schedule, steps=steps, **setting) == []
 
 
-@pytest.mark.full
+# Of four layers: with more, AdamW lets rounding grow tenfold in each step, with replicas as well.
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "gpipe", "hanayo"])
-@pytest.mark.parametrize("data", [1, 2, 3, 4])
-@pytest.mark.parametrize("pipeline", [1, 2, 3, 4])
-def test_every_layout_trains_20_steps_as_one_process_does(pipeline, data, schedule):
-    some = (NONE, OPTIMIZER, *FULL[(pipeline + data) % 3 :: 3]) if schedule in SCHEDULES else (NONE,)
-    found = {
-        name_of(setting): compared(pipeline, data, Job([8] * data), schedule, steps=20, **setting) for setting in some
-    }
-
-    assert {name: wrong for name, wrong in found.items() if wrong} == {}
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("schedule", "setting"),
-    [
-        (schedule, setting)
-        for schedule in (*SCHEDULES, "gpipe", "looped-bfs", "hanayo", "dualpipe-v", "interleaved-zb")
-        for setting in SHARDED
-        if schedule != "dualpipe-v" or setting.get("residency") != 1  # its pairs hold two stages at once
-    ],
-    ids=name_of,
-)
-def test_every_setting_trains_as_one_process_does(schedule, setting):
-    assert compared(2, 2, Job([8, 8]), schedule, steps=5, **setting) == []
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("setting", SHARDED, ids=name_of)
-@pytest.mark.parametrize("data", [2, 3])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "interleaved-zb"])
+@ways("schedule data setting", full=product(["zb-h1", "zbv", "interleaved-zb"], [2, 3], SHARDED))
 def test_weights_that_wait_for_w_train_the_same_in_every_setting(schedule, data, setting):
-    # Of four layers: with more, AdamW lets rounding grow tenfold in each step, with replicas as well.
     assert compared(2, data, wide_job(data), schedule, steps=3, **setting) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
-def test_messages_in_any_order_give_the_same(seed):
-    job = Job([8, 8, 8])
-
-    def gradients(order_seed):
-        ranks = on_mesh(2, 3, lambda at: train(at, job, "zbv", 2, adamw, **ONE), connect=ordered(order_seed))
-        return [own.weights for own in ranks]
-
-    for one, other in zip(gradients(None), gradients(seed), strict=True):
-        assert all(torch.equal(one[name].rows, other[name].rows) for name in one)
 
 
 # ---- bits
 
 
-@pytest.mark.parametrize("schedule", ["zbv", *(pytest.param(name, marks=pytest.mark.full) for name in SCHEDULES)])
-def test_gradients_of_the_three_modes_have_the_same_bits(schedule):
-    job = Job([9, 8, 11], options={"allow_ragged": True})
-    none, *sharded = (whole_gradients(2, 3, job, schedule, **setting) for setting in (NONE, OPTIMIZER, *FULL[6:]))
+UNEVEN, WIDE = Job([9, 8, 11], options={"allow_ragged": True}), wide_job(2)
+
+
+@ways("job schedule", (UNEVEN, "zbv"), (WIDE, "zb-h1"), full=[(UNEVEN, schedule) for schedule in SCHEDULES])
+def test_gradients_of_the_three_modes_have_the_same_bits(job, schedule):
+    none, *sharded = (
+        whole_gradients(2, len(job.rows), job, schedule, **setting) for setting in (NONE, OPTIMIZER, *FULL[6:])
+    )
 
     for other in sharded:
         assert other.keys() == none.keys()
         assert [name for name in none if not torch.equal(none[name], other[name])] == []
-
-
-def test_gradients_that_wait_for_w_have_the_same_bits_in_the_three_modes():
-    job = wide_job(2)
-    none, optimizer, full = (whole_gradients(2, 2, job, "zb-h1", **setting) for setting in (NONE, OPTIMIZER, ALL))
-
-    assert [name for name in none if not torch.equal(none[name], optimizer[name])] == []
-    assert [name for name in none if not torch.equal(none[name], full[name])] == []
 
 
 # ---- parameters of every kind
@@ -249,14 +208,6 @@ def test_each_gather_and_reduction_of_the_program_is_one_exchange_and_sends_only
         assert Counter(peer for peer, _ in sent) == dict.fromkeys({peer for peer, _ in sent}, len(moved))
         assert len({peer for peer, _ in sent}) == data - 1
         assert sum(num_bytes for _, num_bytes in sent) <= 1.02 * (data - 1) / data * sum(moved)
-
-
-def test_a_program_with_residency_1_gathers_more_often_than_one_with_all_whole():
-    def rows(setting):
-        program = ps.lower(ps.build("zbv", ranks=2, microbatches=MICROBATCHES), **setting)
-        return (program.op == Op.UNSHARD).sum()
-
-    assert rows(ONE) > rows(ALL) == 4
 
 
 # ---- what modules hold between steps
