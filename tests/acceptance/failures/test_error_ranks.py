@@ -79,19 +79,6 @@ def test_a_rank_that_does_not_come_is_to_blame_and_so_is_one_that_does_not_come_
     assert [ending.error for ending in clean] == [None] * NUM_RANKS
 
 
-def test_a_transport_alone_blames_the_rank_that_it_waits_for():
-    first, second = LocalTransport.create(2, 0.2)
-
-    late = error_of(first.wait, first.post_receive(1, torch.zeros(1)))
-    second.abort()
-    lost = error_of(first.post_receive, 1, torch.zeros(1))
-
-    assert [(type(error), error.rank, error.peer) for error in (late, lost)] == [
-        (DeadlineExceeded, 1, 1),
-        (PeerLost, 1, 1),
-    ]
-
-
 # ---- arguments and settings
 
 

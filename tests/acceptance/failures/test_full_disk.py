@@ -72,21 +72,6 @@ def test_a_disk_that_is_full_at_any_file_ends_the_run_with_the_name_of_that_file
 
 
 @pytest.mark.slow
-def test_half_a_trace_or_picture_is_not_left_on_a_full_disk(here, small_disk, capsys):
-    disk, named = small_disk.disk, []
-    sections = settings("run.folder=disk/run", "metrics.every=99", "checkpoint.every=0", "run.record_step=1")
-
-    for num_pages in range(MOST_PAGES):
-        small_disk(num_pages * PAGE_BYTES)
-        named.append(complaint_of(capsys, ["train", "run.toml", *sections]))
-        if "timeline.trace.json" in named[-1] or "timeline.png" in named[-1]:
-            break
-
-    assert re.search(r"timeline\.(trace\.json|png): cannot be written", named[-1])
-    assert "run/timeline.png" not in files_below(disk)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_full_disk_leaves_the_checkpoints_before_and_the_run_goes_on_when_there_is_space(
     here, small_disk, capsys, asynchronous
@@ -125,20 +110,3 @@ def test_a_disk_without_space_for_a_checkpoint_is_found_before_a_step(here, smal
         complained,
     )
     assert "run/metrics.jsonl" not in files_below(small_disk.disk)
-
-
-@pytest.mark.slow
-def test_a_disk_that_became_read_only_is_found_before_a_step_and_the_checkpoints_stay(here, small_disk, capsys):
-    small_disk(400_000)
-    run = ["train", "run.toml", *settings("run.folder=disk/run", "checkpoint.every=100")]
-    assert main(run) == 0
-    checkpoints = CheckpointFolder(small_disk.disk / "run" / "checkpoints")
-    before = (small_disk.disk / "run" / "metrics.jsonl").read_bytes()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk.disk)], check=True)
-    capsys.readouterr()
-
-    assert main([*run, "--set", "run.steps=8"]) == 1
-
-    assert re.match(r"penstock: disk/run\S*: cannot be written: Read-only file system", capsys.readouterr().err)
-    assert (small_disk.disk / "run" / "metrics.jsonl").read_bytes() == before
-    assert verify(checkpoints.of_step(6)).step == 6

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from functools import partial
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -12,7 +13,7 @@ from penstock.checkpoints.verification import verify
 from penstock.train.watching.metrics import read_metrics
 from tests.cli.processes import wait_until
 from tests.support.forks import SHORT_FOLDER
-from tests.support.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, start_training, write_tiny_run
+from tests.support.tiny_run import PENSTOCK, TORCHRUN, fork, fork_training, settings, start, write_tiny_run
 
 NUM_STEPS = 120
 OPTIONS = (f"run.steps={NUM_STEPS}", "run.evaluate_every=0", "run.evaluate_batches=0", "checkpoint.every=1000")
@@ -62,33 +63,6 @@ def weights(tmp_path_factory):
     return (folder / "run" / "weights.safetensors").read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "number"), [("penstock", signal.SIGINT), ("torchrun", signal.SIGTERM)])
-def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(tmp_path, weights, launcher, number):
-    write_tiny_run(tmp_path)
-    started = list(PENSTOCK) if launcher == "penstock" else [*TORCHRUN, "2", *PENSTOCK]
-    command = [*started, "train", "run.toml", *settings("pipeline.ranks=2", *OPTIONS)]
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    training = fork(command, tmp_path)
-    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, timeout_s=TIMEOUT_S)
-
-    os.killpg(training.pid, number)
-    printed, complained = training.communicate(timeout=TIMEOUT_S)
-
-    checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
-    [step] = checkpoints.steps()
-    assert f"stopped by a signal after step {step}; its checkpoint is saved" in printed
-    assert verify(checkpoints.of_step(step)).step == step < NUM_STEPS
-    if launcher == "penstock":
-        assert (training.returncode, complained) == (130, "")
-    again = fork(command, tmp_path)
-    printed, complained = again.communicate(timeout=TIMEOUT_S)
-    assert again.returncode == 0, complained
-    assert re.search(f"continuing after step {step} ", printed)
-    assert [row["step"] for row in read_metrics(metrics)] == list(range(1, NUM_STEPS + 1))
-    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == weights
-
-
 @pytest.fixture
 def short_folder():
     """A temporary folder for sockets, whose paths may have 107 bytes: that of a test may be too long for them."""
@@ -98,22 +72,36 @@ def short_folder():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_signal_that_ends_data_workers_first_saves_and_the_run_goes_on(tmp_path, short_folder):
-    """Its processes are real ones: data workers do not start in a fork."""
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("penstock", signal.SIGINT), ("torchrun", signal.SIGTERM), ("workers", signal.SIGTERM)]
+)
+def test_a_signal_to_the_whole_process_group_saves_and_the_run_goes_on(
+    tmp_path, weights, short_folder, launcher, number
+):
+    """Data workers, which the signal ends first, have real processes: they do not start in a fork."""
     write_tiny_run(tmp_path)
     (tmp_path / "data.py").write_text(WORKERS)
-    options = (*OPTIONS, "data.files=[]", "data.source=data.py:batches", "pipeline.ranks=2")
+    started = [*TORCHRUN, "2", *PENSTOCK] if launcher == "torchrun" else list(PENSTOCK)
+    of_data = ("data.files=[]", "data.source=data.py:batches") if launcher == "workers" else ()
+    command = [*started, "train", "run.toml", *settings("pipeline.ranks=2", *OPTIONS, *of_data)]
+    begin = partial(start, TMPDIR=short_folder) if launcher == "workers" else fork
     metrics = tmp_path / "run" / "metrics.jsonl"
-    training = start_training(tmp_path, *options, TMPDIR=short_folder)
+    training = begin(command, tmp_path)
     wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, timeout_s=TIMEOUT_S)
 
-    os.killpg(training.pid, signal.SIGTERM)
+    os.killpg(training.pid, number)
     printed, complained = training.communicate(timeout=TIMEOUT_S)
 
-    assert (training.returncode, complained) == (130, "")
-    [step] = CheckpointFolder(tmp_path / "run" / "checkpoints").steps()
+    checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    [step] = checkpoints.steps()
     assert f"stopped by a signal after step {step}; its checkpoint is saved" in printed
-    again = start_training(tmp_path, *options, TMPDIR=short_folder)
-    _, complained = again.communicate(timeout=TIMEOUT_S)
+    assert verify(checkpoints.of_step(step)).step == step < NUM_STEPS
+    if launcher != "torchrun":
+        assert (training.returncode, complained) == (130, "")
+    again = begin(command, tmp_path)
+    printed, complained = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0, complained
+    assert re.search(f"continuing after step {step} ", printed)
     assert [row["step"] for row in read_metrics(metrics)] == list(range(1, NUM_STEPS + 1))
+    if launcher != "workers":
+        assert (tmp_path / "run" / "weights.safetensors").read_bytes() == weights

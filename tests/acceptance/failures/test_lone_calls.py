@@ -1,10 +1,11 @@
 """A call that some ranks make alone, as in `if pipeline.rank == 0: save_checkpoint(...)`: one error on all ranks."""
 
+import math
 import re
 import time
 from functools import partial
 from inspect import isfunction, signature
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 from torch import nn
@@ -162,24 +163,18 @@ def reasons_of(wires, folder, error):
     return raised
 
 
-def assert_reasons(outcomes_of_ranks, *, plain=lambda text: text):
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1), (2, 2)])
+def test_the_reason_of_a_refusal_reaches_ranks_in_whichever_call(shape, tmp_path):
+    outcomes_of_ranks = run_on(shape)(reasons_of, tmp_path, PipelineError("planted"))
+
     num_ranks = len(outcomes_of_ranks)
     for index, outcomes in enumerate(zip(*outcomes_of_ranks, strict=True)):
         kinds, texts, blamed, losses = zip(*outcomes, strict=True)
         assert set(kinds) == {StepRefused}
         # A rank whose refusal meets a step is told its own reason in its own words.
-        assert set(map(plain, texts)) <= {f"rank {index % num_ranks} refuses the step: planted", "planted"}
+        assert set(map(without_places, texts)) <= {f"rank {index % num_ranks} refuses the step: planted", "planted"}
         assert sum(text == "planted" for text in texts) <= 1
         assert len(set(blamed)) == len(set(losses)) == 1
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_reason_of_a_refusal_reaches_ranks_in_whichever_call(num_ranks, tmp_path):
-    assert_reasons(on_ranks(num_ranks, reasons_of, tmp_path, PipelineError("planted")))
-
-
-def test_the_reason_of_a_refusal_reaches_all_replicas_in_whichever_call(tmp_path):
-    assert_reasons(on_mesh(2, 2, reasons_of, tmp_path, PipelineError("planted")), plain=without_places)
 
 
 def test_the_end_of_the_data_reaches_ranks_in_another_call_as_such(tmp_path):
@@ -191,17 +186,6 @@ def test_the_end_of_the_data_reaches_ranks_in_another_call_as_such(tmp_path):
 
     for error in on_ranks(2, case):
         assert (type(error), str(error), error.rank) == (EndOfData, "no\tmore\nrows", 0)
-
-
-def test_ranks_in_one_call_on_several_lines_are_in_one_call(tmp_path):
-    def case(wires):
-        own = pipeline_on(wires)
-        if wires.rank == 0:
-            return float(own.step(INPUTS, target=TARGET).loss)
-        return float(own.step(INPUTS, target=TARGET).loss)
-
-    first, second = on_ranks(2, case)
-    assert first == second
 
 
 def test_a_rank_that_goes_on_with_calls_of_its_own_is_met_in_its_next_common_one(tmp_path):
@@ -238,41 +222,32 @@ def leave(own):
 CLOSED = f"closed the pipeline (test_lone_calls.py:{leave.__code__.co_firstlineno + 1})"
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_rank_that_has_closed_the_pipeline_is_named_by_the_others(num_ranks, name, tmp_path):
+def run_on(shape):
+    """Return a function that runs a case on the ranks of a line, or of a mesh."""
+    return partial(on_ranks, shape[0]) if shape[1] == 1 else partial(on_mesh, *shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [*product([(2, 1), (4, 1)], CALLS), *product([(2, 2)], FEW)],
+)
+def test_a_rank_that_has_closed_the_pipeline_is_named_by_the_others(shape, name, tmp_path):
     def case(wires):
         own = pipeline_on(wires)
-        if wires.rank == 1:
+        if own.control.rank == 1:
             return leave(own)
         begin_s = time.monotonic()
         # Twice, as what the first call left must not change the words of the second.
         errors = [error_of(CALLS[name], own, tmp_path) for _ in range(2)]
         assert time.monotonic() - begin_s < AT_ONCE_S
         assert {error.rank for error in errors} == {1}
-        return {(type(error), str(error)) for error in errors}
+        return {(type(error), without_places(str(error))) for error in errors}
 
     place = said(name, [0]).partition(" in ")[2]
     words = f"rank 1 has {CLOSED}, the others are in {place}; every rank must call {name}"
-    found = on_ranks(num_ranks, case)
+    found = run_on(shape)(case)
     assert found.pop(1) is None
-    assert found == [{(PeerLeft, words)}] * (num_ranks - 1)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_a_rank_of_a_replica_that_has_closed_the_pipeline_is_named_by_all(name, tmp_path):
-    def case(places):
-        own = pipeline_on(places)
-        if own.control.rank == 1:
-            return leave(own)
-        begin_s = time.monotonic()
-        error = error_of(CALLS[name], own, tmp_path)
-        assert time.monotonic() - begin_s < AT_ONCE_S
-        return str(error)
-
-    place = said(name, [0]).partition(" in ")[2]
-    words = f"rank 1 (pipeline 1, data 0) has {CLOSED}, the others are in {place}; every rank must call {name}"
-    assert on_mesh(2, 2, case) == [words, None, words, words]
+    assert found == [{(PeerLeft, words)}] * (math.prod(shape) - 1)
 
 
 class FailingOnce(nn.Module):
@@ -340,12 +315,10 @@ def refusals_after_close(wires, folder):
     return {(type(error), str(error), error.rank) for error in errors}
 
 
+@pytest.mark.feature("H12")
 @pytest.mark.parametrize("shape", [(2, 1), (4, 1), (2, 2)])
 def test_a_rank_that_has_closed_the_pipeline_blames_no_other_in_its_own_later_calls(shape, tmp_path):
-    num_ranks = shape[0] * shape[1]
-    run = partial(on_ranks, num_ranks) if shape[1] == 1 else partial(on_mesh, *shape)
-
-    others, *closed = run(refusals_after_close, tmp_path)
+    others, *closed = run_on(shape)(refusals_after_close, tmp_path)
 
     for rank, errors in enumerate(closed, start=1):
         ((kind, text, blamed),) = errors

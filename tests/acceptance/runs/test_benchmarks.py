@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -122,53 +123,40 @@ def test_each_benchmark_finds_what_it_imports():
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.slow
-def test_instructions_of_a_split_schedule_are_measured_without_their_work(run_python):
-    run_python(
-        "import overhead\n"
-        "overhead.NUM_REPETITIONS = 3\n"
-        "times_s = overhead.instruction_times_s('zbv')\n"
-        "assert len(times_s) == 2 and min(times_s) > 0, times_s"
-    )
+LINES = {
+    "instructions of a split schedule without their work": """
+        import overhead
+        overhead.NUM_REPETITIONS = 3
+        times_s = overhead.instruction_times_s('zbv')
+        assert len(times_s) == 2 and min(times_s) > 0, times_s
+    """,
+    "both parts of a backward": """
+        import torch, split_backward
+        row = split_backward.measure(split_backward.TINY, torch.device('cpu'), 1)
+        assert min(row.input_s + row.weight_s + row.whole_s) > 0, row
+    """,
+    "what an emulated link brings, one message after another": """
+        import time, torch, emulated_replicas as bench
+        from penstock.execute.transport import LocalTransport
+        sender, receiver = LocalTransport.create(2, 10.0)
+        link, values = bench.EmulatedLink(receiver), torch.ones(10_000)
+        def two_messages_s():
+            for _ in range(2): sender.post_send(1, values)
+            begin_s = time.perf_counter()
+            tickets = [link.post_receive(0, torch.empty(10_000)) for _ in range(2)]
+            for ticket in tickets: link.wait(ticket)
+            return time.perf_counter() - begin_s
+        expected_s = 2 * (bench.LATENCY_S + 40_000 / bench.BYTES_PER_S)
+        taken_s = min(two_messages_s() for _ in range(5))
+        assert expected_s <= taken_s < 10 * expected_s, taken_s
+    """,
+}
 
 
 @pytest.mark.slow
-def test_both_parts_of_a_backward_are_measured(run_python):
-    run_python(
-        "import torch, split_backward\n"
-        "row = split_backward.measure(split_backward.TINY, torch.device('cpu'), 1)\n"
-        "assert min(row.input_s + row.weight_s + row.whole_s) > 0, row"
-    )
-
-
-@pytest.mark.slow
-def test_some_setting_of_gathers_is_as_good_as_torchs_placement(run_python):
-    run_python(
-        "import torch_gathers\n"
-        "rows = list(torch_gathers.simulated())\n"
-        "best = [min(row['seconds_at_no_more_bytes'], row['bytes_at_no_more_seconds']) for row in rows]\n"
-        "assert len(rows) == 9 and all(share < 1 or row['family'] == 'zbv' for share, row in zip(best, rows)), rows\n"
-        "assert max(best) <= 1, rows"
-    )
-
-
-@pytest.mark.slow
-def test_what_an_emulated_link_brings_takes_its_time_one_message_after_another(run_python):
-    run_python(
-        "import time, torch, emulated_replicas as bench\n"
-        "from penstock.execute.transport import LocalTransport\n"
-        "sender, receiver = LocalTransport.create(2, 10.0)\n"
-        "link, values = bench.EmulatedLink(receiver), torch.ones(10_000)\n"
-        "def two_messages_s():\n"
-        "    for _ in range(2): sender.post_send(1, values)\n"
-        "    begin_s = time.perf_counter()\n"
-        "    tickets = [link.post_receive(0, torch.empty(10_000)) for _ in range(2)]\n"
-        "    for ticket in tickets: link.wait(ticket)\n"
-        "    return time.perf_counter() - begin_s\n"
-        "expected_s = 2 * (bench.LATENCY_S + 40_000 / bench.BYTES_PER_S)\n"
-        "taken_s = min(two_messages_s() for _ in range(5))\n"
-        "assert expected_s <= taken_s < 10 * expected_s, taken_s"
-    )
+@pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
+def test_a_benchmark_measures_by_parts_of_the_package(run_python, lines):
+    run_python(dedent(lines))
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from penstock.cli.entry import main
 from penstock.errors import ConfigError, PartitionError
 from penstock.planning import stage_costs
 from penstock.schedules import build
-from penstock.simulation import Costs, LayerCosts
+from penstock.simulation import LayerCosts
 from penstock.simulation.costs.costs import Channel
 
 LAYERS = LayerCosts(
@@ -35,46 +35,39 @@ def costs_file(tmp_path):
     return str(path)
 
 
-def test_costs_per_stage_stay_as_they_are():
-    costs = Costs.uniform()
-
-    assert stage_costs(costs, schedule()) is costs
+SPLIT = replace(LAYERS, split=(2, 4))
+"""A split that comes with the costs counts where it has as many stages."""
 
 
-@pytest.mark.parametrize(("ranks", "forward_s"), [(1, (21,)), (2, (10, 11)), (4, (3, 7, 5, 6))])
-def test_layers_are_balanced_over_the_stages_by_their_seconds(ranks, forward_s):
-    assert stage_costs(LAYERS, schedule(ranks=ranks)).forward_s == forward_s
+@pytest.mark.parametrize(
+    ("costs", "shape", "expected"),
+    [
+        (LAYERS, {"ranks": 1}, {"forward_s": (21,), "channels": ()}),
+        (LAYERS, {"ranks": 2}, {"forward_s": (10, 11), "channels": LAYERS.channels[:1]}),
+        (LAYERS, {"ranks": 4}, {"forward_s": (3, 7, 5, 6), "channels": LAYERS.channels}),
+        (LAYERS, {"name": "chimera"}, {"forward_s": (10, 11, 10, 11)}),
+        (SPLIT, {}, {"forward_s": (3, 18)}),
+        (SPLIT, {"name": "chimera"}, {"forward_s": (3, 18, 3, 18)}),
+        (SPLIT, {"ranks": 4}, {"forward_s": (3, 7, 5, 6)}),
+        (LayerCosts(activation_bytes=LAYERS.activation_bytes), {}, {"activation_bytes": (60, 150)}),
+        (
+            LAYERS,
+            {"name": "seq1f1b", "slices": 2},  # a slice takes its share of a microbatch, but parameters are whole
+            {
+                "forward_s": (5, 5.5),
+                "activation_bytes": (50, 55),
+                "message_bytes": (4, 4),
+                "parameter_bytes": (400, 200),
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_stages_have_the_costs_of_the_layers_that_are_balanced_over_them(costs, shape, expected):
+    found = stage_costs(costs, schedule(**shape))
 
-
-def test_both_copies_of_a_bidirectional_schedule_have_all_layers():
-    assert stage_costs(LAYERS, schedule("chimera")).forward_s == (10, 11, 10, 11)
-
-
-def test_a_split_that_comes_with_the_costs_counts_where_it_has_as_many_stages():
-    costs = replace(LAYERS, split=(2, 4))
-
-    assert stage_costs(costs, schedule()).forward_s == (3, 18)
-    assert stage_costs(costs, schedule("chimera")).forward_s == (3, 18, 3, 18)
-    assert stage_costs(costs, schedule(ranks=4)) == stage_costs(LAYERS, schedule(ranks=4))
-
-
-def test_costs_without_seconds_are_split_evenly():
-    costs = LayerCosts(activation_bytes=[10, 20, 30, 40, 50, 60])
-
-    assert stage_costs(costs, schedule()).activation_bytes == (60, 150)
-
-
-def test_channels_of_ranks_that_are_not_there_are_left_out():
-    assert stage_costs(LAYERS, schedule(ranks=2)).channels == (Channel(0, 1, 0.5),)
-    assert stage_costs(LAYERS, schedule(ranks=4)).channels == LAYERS.channels
-
-
-def test_a_slice_takes_its_share_of_a_microbatch_but_parameters_are_whole():
-    found = stage_costs(LAYERS, schedule("seq1f1b", slices=2))
-
-    assert found.forward_s == (5.0, 5.5)
-    assert (found.activation_bytes, found.message_bytes) == ((50, 55), (4, 4))
-    assert found.parameter_bytes == (400, 200)
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert stage_costs(found, schedule(**shape)) is found
 
 
 def test_more_stages_than_layers_and_an_unknown_number_of_layers_are_refused():
@@ -105,10 +98,3 @@ def test_rows_of_costs_per_layer_do_equal_work(costs_file, capsys):
     assert "is per layer, and a stage has the costs of its layers." in capsys.readouterr().out
     assert main([*command, "--per-action"]) == 1
     assert "--per-action: " in capsys.readouterr().err
-
-
-def test_show_draws_with_a_file_per_layer(costs_file, capsysbinary):
-    command = ["show", "zbv", "--ranks", "3", "--microbatches", "2", "--to", "trace", "--costs", costs_file]
-
-    assert main(command) == 0
-    assert b"traceEvents" in capsysbinary.readouterr().out

@@ -61,42 +61,48 @@ def page_with(language, text, *marks):
     return "".join(f"<!-- {mark} -->\n" for mark in marks) + f"```{language}\n{text}```\n"
 
 
-@pytest.mark.parametrize(
-    ("marks", "shown", "is_fine"),
-    [
-        ([], "one\ntwo\n", True),
-        ([], "one\n", False),
-        ([], "...\ntwo\n", True),
-        ([], "...\nthree\n", False),
-        ([], "", False),
-        (["output varies"], "...\n", True),
-    ],
-)
-def test_a_command_that_prints_something_else_is_found(tmp_path, marks, shown, is_fine):
-    page = page_with("console", f"$ printf 'one\\ntwo\\n'\n{shown}", *marks)
-
-    assert (run_page(page, tmp_path) == page) == is_fine
+def console(command, shown, *marks):
+    return page_with("console", f"$ {command}\n{shown}", *marks)
 
 
-def test_a_line_that_only_a_first_use_prints_is_not_shown(tmp_path):
-    page = page_with("console", "$ printf 'penstock: compiling loops (once) ...\\none\\n'\none\n")
+TWO = "printf 'one\\ntwo\\n'"
+TWO_SHOWN = console(TWO, "one\ntwo\n")
+VARYING = "echo 'took 1.25 ms  of -3e4'"
+X_IS_41 = page_with("python", "x = 41\n")
+LOOP = page_with("python", "for x in range(2):\n    print(x)\n")
+LEFT_OUT = console("exit 1", "", "not run: it fails") + page_with("python", "1 / 0\n", "needs the module not_here")
+SHOWN = {
+    "the output": (TWO_SHOWN, TWO_SHOWN),
+    "a line less": (console(TWO, "one\n"), TWO_SHOWN),
+    "nothing": (console(TWO, ""), TWO_SHOWN),
+    "any lines": (console(TWO, "...\ntwo\n"), console(TWO, "...\ntwo\n")),
+    "any lines before another": (console(TWO, "...\nthree\n"), TWO_SHOWN),
+    "any output": (console(TWO, "...\n", "output varies"), console(TWO, "...\n", "output varies")),
+    "a line of the first use": (console("printf 'penstock: compiling loops (once) ...\\none\\n'", "one\n"),) * 2,
+    "other numbers": (console(VARYING, "took 7 ms of 12\n", "numbers vary"),) * 2,
+    "other words": (
+        console(VARYING, "lost 7 ms of 12\n", "numbers vary"),
+        console(VARYING, "took 1.25 ms  of -3e4\n", "numbers vary"),
+    ),
+    "a number twice": (console("echo 1 0.25\n7 1.5\n$ echo 0.25", "1.5\n", "equal numbers"),) * 2,
+    "two numbers as one": (
+        console("echo 1 0.25\n7 1.5\n$ echo 0.26", "1.5\n", "equal numbers"),
+        console("echo 1 0.25\n1 0.25\n$ echo 0.26", "0.26\n", "equal numbers"),
+    ),
+    "what Python prints": (X_IS_41 + page_with("python", "print(x + 1)  # 42\n"),) * 2,
+    "what Python does not print": (
+        X_IS_41 + page_with("python", "print(x + 1)  # 43\n"),
+        X_IS_41 + page_with("python", "print(x + 1)  # 42\n"),
+    ),
+    "text of the block before": (LOOP + page_with("text", "0\n1\n", "printed"),) * 2,
+    "other text": (LOOP + page_with("text", "0\n2\n", "printed"), LOOP + page_with("text", "0\n1\n", "printed")),
+    "what cannot run here": (LEFT_OUT, LEFT_OUT),
+}
 
-    assert run_page(page, tmp_path) == page
 
-
-def test_varying_numbers_are_not_compared_but_words_are(tmp_path):
-    shown = page_with("console", "$ echo 'took 1.25 ms  of -3e4'\ntook 7 ms of 12\n", "numbers vary")
-
-    assert run_page(shown, tmp_path) == shown
-    assert run_page(shown.replace("took 7", "lost 7"), tmp_path) != shown.replace("took 7", "lost 7")
-
-
-def test_numbers_that_are_shown_twice_are_printed_twice(tmp_path):
-    page = page_with("console", "$ echo 1 0.25\n7 1.5\n$ echo 0.25\n1.5\n", "equal numbers")
-    other = page.replace("$ echo 0.25", "$ echo 0.26")
-
-    assert run_page(page, tmp_path) == page
-    assert run_page(other, tmp_path) != other
+@pytest.mark.parametrize(("page", "expected"), SHOWN.values(), ids=SHOWN)
+def test_a_page_gets_what_its_blocks_print_where_it_shows_something_else(tmp_path, page, expected):
+    assert run_page(page, tmp_path) == expected
 
 
 def test_an_unexpected_exit_status_is_an_error(tmp_path):
@@ -106,34 +112,15 @@ def test_an_unexpected_exit_status_is_an_error(tmp_path):
     assert run_page(page_with("console", "$ exit 3\n", "exit status 3"), tmp_path)
 
 
-def test_python_is_run_with_the_names_of_earlier_blocks_and_its_prints_are_compared(tmp_path):
-    first = page_with("python", "x = 41\n")
-    page = first + page_with("python", "print(x + 1)  # 42\n")
-
-    assert run_page(page, tmp_path) == page
-    assert "# 42" in run_page(page.replace("# 42", "# 43"), tmp_path)
+def test_a_block_alone_does_not_have_the_names_of_earlier_ones(tmp_path):
     with pytest.raises(PageError, match="NameError: name 'x' is not defined"):
-        run_page(first + page_with("python", "x\n", "alone"), tmp_path)
-
-
-def test_printed_text_is_that_of_the_block_before(tmp_path):
-    page = page_with("python", "for x in range(2):\n    print(x)\n") + page_with("text", "0\n1\n", "printed")
-
-    assert run_page(page, tmp_path) == page
-    assert run_page(page.replace("0\n1\n", "0\n2\n"), tmp_path) == page
+        run_page(X_IS_41 + page_with("python", "x\n", "alone"), tmp_path)
 
 
 def test_files_are_written_for_the_blocks_after_them(tmp_path):
     run_page(page_with("toml", "x = 1\n", "file: a/b.toml") + page_with("console", "$ cat a/b.toml\nx = 1\n"), tmp_path)
 
     assert (tmp_path / "a" / "b.toml").read_text() == "x = 1\n"
-
-
-def test_what_cannot_run_here_is_left_out(tmp_path):
-    page = page_with("console", "$ exit 1\n", "not run: it fails")
-    page += page_with("python", "1 / 0\n", "needs the module not_installed_here")
-
-    assert run_page(page, tmp_path) == page
 
 
 def test_an_unknown_mark_is_an_error():

@@ -113,15 +113,3 @@ def test_all_ranks_of_torchrun_use_the_folder_that_rank_0_chose(here):
     assert {name: (here / "run" / name).read_bytes() for name in before} == before
     assert not (here / "run-2" / "tokens").exists(), "those of the first run are used"
     assert 'folder = "run-2"' in (here / "run-2" / "config.toml").read_text()
-
-
-def test_force_reaches_the_ranks_that_are_started(here):
-    (here / "run").mkdir()
-    (here / "run" / "rank7.log").write_text("of an earlier run")
-
-    status, said, _ = train(here, "pipeline.ranks=2", flags=["--force"])
-
-    assert status == 0
-    assert "removed what earlier runs had left in run\n" in said
-    assert {"rank7.log", "earlier-1"}.isdisjoint(files_below(here / "run"))
-    assert (here / "run" / "summary.json").exists()

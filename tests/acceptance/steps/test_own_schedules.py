@@ -9,7 +9,6 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli.entry import main
-from penstock.errors import ConfigError
 from tests.house.source import ROOT
 from tests.support.grids import assert_grid
 from tests.support.plug_ins import installing
@@ -43,16 +42,6 @@ def test_a_family_of_another_distribution_trains_by_its_name():
     assert_grid(schedule, "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3")
     assert loss == known_loss
     assert torch.equal(gradient, known_gradient)
-
-
-@pytest.mark.usefixtures("in_groups")
-def test_a_pipeline_refuses_options_that_such_a_family_does_not_have():
-    with pytest.raises(ConfigError, match="Did you mean 'size'"):
-        trained("in-groups", microbatches=4, sise=2)
-    with pytest.raises(ConfigError, match="Did you mean 'deadline_s'"):
-        trained("in-groups", microbatches=4, deadlin_s=2)
-    with pytest.raises(ConfigError, match=r"no schedule 'in-group'.*Did you mean 'in-groups'"):
-        trained("in-group", microbatches=4)
 
 
 @pytest.mark.usefixtures("in_groups")

@@ -89,20 +89,6 @@ def test_what_runs_is_the_program_itself_and_an_evaluation_plans_its_own():
         assert torch.equal(loss, evaluated)
 
 
-def test_a_program_of_forwards_alone_evaluates_and_refuses_to_train():
-    task = float_task(8)
-    program = ps.lower(ps.build("1f1b", ranks=2, microbatches=4, forward_only=True), transport="coalesced")
-
-    def run(pipeline):
-        result = pipeline.evaluate(*task.inputs, target=task.target)
-        return result.loss, error_of(pipeline.step, *task.inputs, target=task.target)
-
-    for loss, error in on_pipelines(2, task, run, program, None):
-        assert loss > 0
-        assert isinstance(error, ConfigError)
-        assert "has no backwards to train with" in str(error)
-
-
 # ---- what is refused, before any step
 
 
