@@ -115,7 +115,7 @@ def quick_share(family):
     return plain[FAMILIES.index(family) % 4 :: 4]
 
 
-@pytest.mark.feature("D5")
+@pytest.mark.feature("D5", "H6", "X32")
 @pytest.mark.timeout(1200)  # of hundreds of combinations, dozens of them compiled
 @pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")
 @pytest.mark.parametrize("share", ["a fourth", pytest.param("the others", marks=pytest.mark.slow)])

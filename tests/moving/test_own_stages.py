@@ -8,9 +8,8 @@ from penstock.errors import ConfigError, PartitionError
 from penstock.lowering import lower
 from penstock.moving.own_stages import PipelineMaker, RemoteStage, require_parts
 from penstock.schedules import build
-from tests.acceptance.steps.test_two_routes import two_routes
 from tests.moving.own_layers import assert_gradients, batch, gradients, own_stage, reference, whole_model
-from tests.support.local_pipelines import error_of, on_ranks, square_loss
+from tests.support.local_pipelines import error_of, on_ranks, square_loss, two_routes
 from tests.support.reference import reference_step
 
 

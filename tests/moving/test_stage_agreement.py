@@ -8,8 +8,7 @@ from penstock.errors import PartitionError, PipelineError
 from penstock.moving.stage_agreement import agree_on_stages, parts_of_stages
 from penstock.placement import Placement
 from penstock.schedules import build
-from tests.acceptance.steps.test_two_routes import two_routes
-from tests.support.local_pipelines import error_of, on_ranks
+from tests.support.local_pipelines import error_of, on_ranks, two_routes
 
 
 def dualpipe():

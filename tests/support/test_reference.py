@@ -15,7 +15,7 @@ from penstock.models import AuxiliaryLoss
 from tests.exactness import one_process
 from tests.random_models import one_process as one_process_of_random_models
 from tests.support import reference
-from tests.support.reference import AFTER_ALL_LAYERS, generator_seed, reference_evaluate, reference_step
+from tests.support.reference import reference_step
 
 NUM_CLASSES = 5
 
@@ -120,23 +120,6 @@ def test_a_plain_loop_gives_the_same_bits():
     assert torch.equal(result.loss, sum(loss.detach() * 0.25 for loss in losses))
 
 
-def test_evaluating_gives_the_same_numbers_and_no_gradients():
-    layers = build_layers()
-    batch = make_batch(7)
-    options = {"loss": F.cross_entropy, "num_microbatches": 3, "allow_ragged": True}
-
-    evaluated = reference_evaluate(layers, *batch, **options)
-    assert gradients(layers) == [None] * len(gradients(layers))
-    stepped = reference_step(layers, *batch, **options)
-
-    assert torch.equal(evaluated.loss, stepped.loss)
-    assert all(map(torch.equal, evaluated.losses, stepped.losses))
-    assert all(map(torch.equal, evaluated.outputs, stepped.outputs))
-    assert not any(output.requires_grad for output in evaluated.outputs + stepped.outputs)
-    assert not any(loss.requires_grad for loss in [*evaluated.losses, *stepped.losses])
-    assert [len(output) for output in stepped.outputs] == [3, 2, 2]
-
-
 # ---- forms of losses, and losses of layers
 
 
@@ -201,22 +184,3 @@ def test_all_forms_of_one_loss_have_its_gradients():
     assert [result.reported for result in results] == [[], [], [], [2, 2, 2, 2], []]
     for result in results:
         torch.testing.assert_close(result.total, results[0].loss)
-
-
-def test_with_a_seed_every_layer_draws_from_where_its_rule_says():
-    layers = [nn.Dropout(0.5), nn.Dropout(0.5)]
-    x, target = torch.ones(4, 8, requires_grad=True), torch.zeros(4)
-
-    def loss(output, target):
-        return output.sum() + torch.rand(())
-
-    found = reference_step(layers, (x,), {}, target, loss=loss, num_microbatches=2, seed=3, step_number=7)
-
-    for microbatch in range(2):
-        expected = torch.ones(2, 8)
-        for layer in range(2):
-            torch.manual_seed(generator_seed(3, 7, layer, microbatch))
-            expected = F.dropout(expected, 0.5)
-        assert torch.equal(found.outputs[microbatch], expected)
-        torch.manual_seed(generator_seed(3, 7, AFTER_ALL_LAYERS, microbatch))
-        assert torch.equal(found.losses[microbatch], expected.sum() + torch.rand(()))

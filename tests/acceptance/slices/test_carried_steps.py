@@ -1,6 +1,5 @@
 """Layers that look back over a sequence train in slices as they do on whole sequences, if they carry what they need."""
 
-import gc
 import re
 from functools import partial
 from pathlib import Path
@@ -9,14 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import PenstockError
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
-from penstock.execute.lost_device import living_instances
 from penstock.models import Carry, DecoderConfig, count_target_tokens, cross_entropy_loss, decoder_layers
 from penstock.schedules import build
 from tests.proofs.tables import schedule_of
+from tests.random_models.wrappers import Checkpointed
 from tests.support.local_pipelines import (
     NEARLY,
     VOCABULARY,
@@ -26,14 +23,11 @@ from tests.support.local_pipelines import (
     Task,
     block,
     difference,
-    error_of,
     gradients_of,
     mistakes,
     on_pipelines,
-    pipeline_of,
     settle,
     square_loss,
-    step_task,
     values,
 )
 from tests.support.reference import reference_evaluate
@@ -93,17 +87,6 @@ def test_the_decoder_evaluates_slices_like_whole_sequences():
     assert difference(outcomes, (expected, {}), **NEARLY) == []
     torch.testing.assert_close(found[1][0].outputs, torch.cat(expected.outputs), rtol=1e-12, atol=1e-12)
     assert all(gradient is None for _, gradients in found for gradient in gradients.values())
-
-
-def test_all_slices_together_must_fit_the_models_length():
-    task = decoder_task(length=LENGTH + 1)
-
-    error = error_of(
-        step_task, pipeline_of(None, task, build("seq1f1b", ranks=1, microbatches=2, slices=2), None), task
-    )
-
-    assert isinstance(error, PenstockError)
-    assert f"the sequences have {LENGTH + 1} tokens, but the model is for at most {LENGTH}" in str(error)
 
 
 # ---- layers of a user's own
@@ -189,15 +172,9 @@ class OnceInAWhile(nn.Module):
         return x + before[0] * before[1] - before[2]
 
 
-class Checkpointed(nn.Module):
+def checkpointed(seed):
     """A carrying layer whose forward runs again in its backward."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = RunningSum(seed)
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
+    return Checkpointed(RunningSum(seed))
 
 
 def frozen(seed):
@@ -214,7 +191,7 @@ def from_the_docs(seed):
 
 
 CARRYING = [
-    RunningSum, CellOverTime, CarriedGRU, CarriedAttention, OnceInAWhile, Checkpointed, frozen, from_the_docs,
+    RunningSum, CellOverTime, CarriedGRU, CarriedAttention, OnceInAWhile, checkpointed, frozen, from_the_docs,
 ]  # fmt: skip
 
 
@@ -280,56 +257,3 @@ def test_layers_carry_along_any_dimension():
     schedule = build("seq1f1b", ranks=2, microbatches=2, slices=3)
 
     assert mistakes(task, schedule, slice_dim=0, merge=Concat(1)) == []
-
-
-# ---- what is kept, and mistakes
-
-
-def alive_tensors():
-    gc.collect()
-    return len(living_instances(torch.Tensor))
-
-
-def test_nothing_that_was_carried_lives_after_a_step():
-    task = carrying_task(RunningSum, CellOverTime)
-    pipeline = pipeline_of(None, task, build("seq1f1b", ranks=1, microbatches=2, slices=3), None)
-    step_task(pipeline, task)
-    pipeline.evaluate(*task.inputs)
-    before = alive_tensors()
-
-    step_task(pipeline, task)
-    pipeline.evaluate(*task.inputs)
-
-    assert alive_tensors() <= before  # as in test_pipeline.py
-
-
-class CheckpointedTheOldWay(Checkpointed):
-    """Its first forward records no gradients, so those of later slices could not come back."""
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=True)
-
-
-class UsedTwice(nn.Module):
-    """Two uses of one layer, which would take each other's state."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner = RunningSum(seed)
-
-    def forward(self, x):
-        return self.inner(self.inner(x))
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [(CheckpointedTheOldWay, "checkpoint with use_reentrant=False"), (UsedTwice, "a Carry for each use")],
-)
-def test_what_would_be_carried_wrongly_is_refused_and_the_way_out_is_told(kind, text):
-    task = carrying_task(kind)
-
-    def step(name, **shape):
-        return step_task(pipeline_of(None, task, build(name, ranks=1, microbatches=2, **shape), None), task)
-
-    assert text in str(error_of(step, "seq1f1b", slices=2))
-    assert step("1f1b").result.loss is not None

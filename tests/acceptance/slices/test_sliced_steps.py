@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
-from penstock.execute.batch.microbatch import BatchSpec, Concat, Replicate, Split
+from penstock.execute.batch.microbatch import BatchSpec, Replicate
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.support.local_pipelines import (
@@ -101,30 +101,6 @@ def test_keywords_are_cut_like_the_batch_or_go_along_whole():
     found = in_slices(task, None, 2, 3)
 
     assert difference(found, task.reference(2), **NEARLY) == []
-
-
-def test_the_sequence_may_come_first():
-    inputs, target = (values(seed, 6, 4, WIDTH, dtype=FLOAT64) for seed in (1, 2))  # [length, rows, width]
-    specs = BatchSpec(args=Split(1), target=Split(1))
-    task = Task(lambda: float_layers(FLOAT64), (inputs,), target, options={"specs": specs})
-
-    found = in_slices(task, None, 2, 3, slice_dim=0, merge=Concat(1))
-
-    result, gradients = task.reference(2)
-    assert difference(found, (result, gradients), **NEARLY) == []
-    torch.testing.assert_close(found[1].result.outputs, torch.cat(result.outputs, dim=1))
-
-
-def test_outputs_of_slices_are_merged_as_asked():
-    task = long_task(4, 6)
-
-    def evaluated(pipeline):
-        return pipeline.evaluate(*task.inputs, return_outputs=True)
-
-    last = in_slices(task, evaluated, 2, 3, merge_slices=Concat(0))[1]
-
-    assert last.loss is None
-    assert last.outputs.shape == (12, 2, WIDTH)
 
 
 # ---- mistakes

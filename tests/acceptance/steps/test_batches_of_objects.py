@@ -18,7 +18,6 @@ from tests.support.local_pipelines import WIDTH, Around, gradients_of, named, on
 from tests.support.mesh_pipelines import on_mesh
 
 ROWS, MICROBATCHES = 8, 4
-DOUBLE = {"dtype": torch.float64}
 
 Pair = namedtuple("Pair", ["rows", "name"])
 
@@ -83,100 +82,62 @@ CONTAINERS = {
 }
 
 
-class Adding(Around):
-    """Adds what it reads from a keyword."""
+INPUTS, TARGET, EXTRA = (values(seed, ROWS, WIDTH, dtype=torch.float64) for seed in (1, 2, 3))
+
+
+class Reading(Around):
+    """Adds what it reads from a keyword; the first layer reads its input from an object, too."""
 
     def __init__(self, seed, read):
         super().__init__(seed, torch.float64)
-        self.read = read
+        self.read, self.is_first = read, seed == 0
 
-    def forward(self, x, *, extra):
-        return self.inner(x) + self.read(extra)
-
-
-class Opening(Around):
-    """Takes its input from an object."""
-
-    def __init__(self, seed, read):
-        super().__init__(seed, torch.float64)
-        self.read = read
-
-    def forward(self, value):
-        return self.inner(self.read(value))
+    def forward(self, value, *, extra):
+        return self.inner(self.read(value) if self.is_first else value) + self.read(extra)
 
 
-def adding_layers(read):
-    return [Adding(seed, read) for seed in range(4)]
+def layers_of(read):
+    return [Reading(seed, read) for seed in range(4)]
 
 
-def opening_layers(read):
-    return [Opening(0, read), *(Around(seed, torch.float64).inner for seed in range(1, 4))]
-
-
-def of_one_process(layers, loss, x, target, **keywords):
-    """Return the loss and the gradients of the unsplit batch."""
+def assert_as_in_one_process(ranks):
+    """Compare losses and gradients with those of the unsplit batch."""
+    layers, x = layers_of(lambda rows: rows), INPUTS
     for layer in layers:
-        x = layer(x, **keywords)
-    found = loss(x, target)
-    found.backward()
-    return found.detach(), gradients_of(named(layers))
-
-
-def assert_as_in_one_process(ranks, expected):
-    loss, gradients = expected
+        x = layer(x, extra=EXTRA)
+    loss = square_loss(x, TARGET)
+    loss.backward()
+    gradients = gradients_of(named(layers))
     assert {name for _, found in ranks for name in found} == gradients.keys()
     for own_loss, found in ranks:
-        torch.testing.assert_close(own_loss, loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own_loss, loss.detach(), rtol=1e-12, atol=1e-12)
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-def on_two_ranks(make_layers, loss, schedule, x, target, **keywords):
-    """Return the loss and the gradients that each of two ranks comes to; evaluations find the same loss."""
-
-    def case(wires):
-        pipeline = Pipeline(make_layers(), schedule, MICROBATCHES, loss, transport=wires)
-        evaluated = pipeline.evaluate(x, target=target, **keywords).loss
-        result = pipeline.step(x, target=target, **keywords)
-        torch.testing.assert_close(evaluated, result.loss, rtol=1e-12, atol=1e-12)
-        return result.loss, gradients_of(pipeline.named_parameters())
-
-    return on_ranks(2, case)
-
-
-INPUTS, TARGET, EXTRA = (values(seed, ROWS, WIDTH, **DOUBLE) for seed in (1, 2, 3))
-
-
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("make", "read"), CONTAINERS.values(), ids=CONTAINERS)
-def test_a_keyword_in_a_container_is_cut(make, read):
-    ranks = on_two_ranks(partial(adding_layers, read), square_loss, "zb-h1", INPUTS, TARGET, extra=make(EXTRA))
-
-    expected = of_one_process(adding_layers(lambda rows: rows), square_loss, INPUTS, TARGET, extra=EXTRA)
-    assert_as_in_one_process(ranks, expected)
-
-
-@pytest.mark.parametrize(("make", "read"), CONTAINERS.values(), ids=CONTAINERS)
-def test_an_input_and_a_target_in_a_container_are_cut(make, read):
+def test_inputs_keywords_and_targets_in_a_container_are_cut(make, read, schedule):
     def loss(output, target):
         return square_loss(output, read(target))
 
-    ranks = on_two_ranks(partial(opening_layers, read), loss, "1f1b", make(INPUTS), make(TARGET))
+    def case(wires):
+        pipeline = Pipeline(layers_of(read), schedule, MICROBATCHES, loss, transport=wires)
+        evaluated = pipeline.evaluate(make(INPUTS), target=make(TARGET), extra=make(EXTRA)).loss
+        result = pipeline.step(make(INPUTS), target=make(TARGET), extra=make(EXTRA))
+        torch.testing.assert_close(evaluated, result.loss, rtol=1e-12, atol=1e-12)
+        return result.loss, gradients_of(pipeline.named_parameters())
 
-    expected = of_one_process(opening_layers(lambda rows: rows), square_loss, INPUTS, TARGET)
-    assert_as_in_one_process(ranks, expected)
+    assert_as_in_one_process(on_ranks(2, case))
 
 
 def test_replicas_cut_the_rows_that_each_was_given():
     make, read = CONTAINERS["nested"]
-    mesh_rows = ROWS // 2
 
     def case(places):
-        pipeline = Pipeline(adding_layers(read), "1f1b", 2, square_loss, mesh=places)
-        own = slice(pipeline.replica * mesh_rows, (pipeline.replica + 1) * mesh_rows)
-        result = pipeline.step(INPUTS[own], target=TARGET[own], extra=make(EXTRA[own]))
+        pipeline = Pipeline(layers_of(read), "1f1b", 2, square_loss, mesh=places)
+        inputs, target, extra = (each.chunk(2)[pipeline.replica] for each in (INPUTS, TARGET, EXTRA))
+        result = pipeline.step(make(inputs), target=target, extra=make(extra))
         return result.loss, gradients_of(pipeline.named_parameters())
 
-    ranks = on_mesh(2, 2, case)
-
-    expected = of_one_process(adding_layers(lambda rows: rows), square_loss, INPUTS, TARGET, extra=EXTRA)
-    assert_as_in_one_process(ranks, expected)
+    assert_as_in_one_process(on_mesh(2, 2, case))

@@ -21,7 +21,6 @@ from tests.support.inductor import skip_without_inductor
 from tests.support.local_pipelines import (
     NEARLY,
     Task,
-    block,
     difference,
     error_of,
     gradients_of,
@@ -165,23 +164,6 @@ def test_split_backwards_of_compiled_layers_are_whole_ones_bit_for_bit(two_ranks
     assert all(torch.allclose(loss, expected.detach(), rtol=1e-12) for _, _, loss in found)
 
 
-def test_whole_backwards_of_compiled_layers_are_those_of_torchs_backend(two_ranks):
-    found = two_ranks.run(train, blocks, "aot_eager", built("1f1b"), [ROWS, ROWS], {})
-
-    wanted = reference(compiled(blocks, "aot_eager"), [ROWS, ROWS])
-    assert difference([outcome for outcome, _, _ in found], wanted) == []
-    assert all(set(shares) == {"whole"} for _, shares, _ in found)
-
-
-def test_microbatches_of_other_sizes_are_split_too(two_ranks):
-    steps = [ROWS, ROWS + 2, ROWS - 7]
-    found = two_ranks.run(train, blocks, "aot_eager", built("zb-h1"), steps, {})
-
-    outcomes = [outcome for outcome, _, _ in found]
-    assert difference(outcomes, reference(blocks(), steps), **NEARLY) == []
-    assert all(set(shares) == {"W"} for _, shares, _ in found)
-
-
 def test_tied_weights_of_compiled_layers_get_the_sum_over_their_uses(two_ranks):
     for family in ("zb-h1", "zbv"):  # on two ranks, and on one
         found = two_ranks.run(train, tied_blocks, "aot_eager", built(family), [ROWS], {})
@@ -195,44 +177,6 @@ def test_tied_weights_of_compiled_layers_get_the_sum_over_their_uses(two_ranks):
             }
             for name, gradient in gradients.items():
                 assert gradient is None or torch.allclose(gradient, wanted[name], rtol=1e-12, atol=1e-12), name
-
-
-@pytest.mark.slow
-def test_compiled_layers_run_on_two_routes(two_ranks):
-    schedule = build("dualpipe", ranks=2, microbatches=2 * NUM_MICROBATCHES)
-    found = two_ranks.run(train, blocks, "aot_eager", schedule, [2 * ROWS], {})
-
-    inputs, target = batch(2 * ROWS)
-    result, gradients = Task(blocks, (inputs,), target).reference(2 * NUM_MICROBATCHES)
-    outcomes = [outcome for outcome, _, _ in found]
-    assert difference(outcomes, (result, gradients), **NEARLY) == []
-    assert all(shares["W"] > 0 == shares["I"] for _, shares, _ in found)
-
-
-# ---- layers that torch.compile has returned, and torch's own
-
-
-def train_returned(rank, backend):
-    torch._dynamo.utils.counters.clear()
-    layers = [torch.compile(block(seed), backend=backend, fullgraph=True) for seed in range(4)]
-    pipeline = Pipeline(layers, "1f1b", 4, square_loss)
-    result = pipeline.step(values(1, 8, 6), target=values(2, 8, 6))
-    names = list(pipeline.state_dict()), [name for name, _ in pipeline.named_parameters()]
-    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    outcome = outcome_of(pipeline, result)
-    pipeline.close()
-    return outcome, num_graphs, names
-
-
-@pytest.mark.feature("X52")
-@pytest.mark.slow
-def test_layers_that_torch_compile_returned_train_under_their_plain_names(two_ranks):
-    task = Task(lambda: [block(seed) for seed in range(4)], (values(1, 8, 6),), values(2, 8, 6))
-    for backend in ("eager", "aot_eager"):
-        found = two_ranks.run(train_returned, backend)
-        assert all(num_graphs > 0 for _, num_graphs, _ in found), "nothing was compiled"
-        assert difference([outcome for outcome, _, _ in found], task.reference(4), tolerance=1e-6) == []
-        assert not any("_orig_mod" in name for _, _, lists in found for names in lists for name in names)
 
 
 # ---- deadlines

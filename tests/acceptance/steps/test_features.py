@@ -1,5 +1,6 @@
 """Promises that span several rooms: merging, ready-made parts, frozen and cut stages, mixes of calls, other orders."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -7,8 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PipelineError, StepRefused
-from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Stack, Sum
-from penstock.execute.transport.protocol import Tag
+from penstock.execute.batch.microbatch import PreSplit, Stack, Sum
 from penstock.ir.instruction import Op
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
@@ -16,6 +16,7 @@ from penstock.placement import Placement
 from penstock.planning import plan
 from penstock.schedules import build
 from penstock.simulation import Costs
+from tests.acceptance.replicas.test_replicas import Counting
 from tests.proofs.tables import schedule_of as drawn
 from tests.support.local_pipelines import (
     IGNORED,
@@ -36,7 +37,6 @@ from tests.support.local_pipelines import (
     named,
     on_pipelines,
     on_ranks,
-    pipeline_of,
     second_step,
     square_loss,
     step_task,
@@ -167,42 +167,7 @@ def test_too_few_or_too_many_parts_are_refused_on_every_rank_with_the_counts_and
     assert_errors(errors, StepRefused, f"{place}: PreSplit holds {num_parts} parts for 4 microbatches")
 
 
-def test_parts_that_are_no_rows_need_one_entry_per_microbatch_too():
-    specs = BatchSpec(kwargs={"scale": Replicate()})
-    pipeline = Pipeline([Scaling()], "gpipe", 2, square_loss, specs=specs)
-    batch = values(1, 4, WIDTH)
-
-    error = error_of(pipeline.step, batch, target=batch, scale=PreSplit([0.0, 1.0, 2.0]))
-    result = pipeline.step(batch, target=batch, scale=PreSplit([0.0, 1.0]))
-
-    assert isinstance(error, StepRefused)
-    assert "3 parts for 2 microbatches" in str(error)
-    assert result.losses[1] == 0.0 < result.losses[0]
-
-
-class Scaling(nn.Module):
-    """Multiplies by a keyword."""
-
-    def forward(self, x, *, scale):
-        return x * scale
-
-
 # ---- where gradients end
-
-
-class Counting:
-    """Wires that count the tensors that leave this rank for a stage of another."""
-
-    def __init__(self, wires):
-        self.wires = wires
-        self.num_sent = {}
-
-    def __getattr__(self, name):
-        return getattr(self.wires, name)
-
-    def post_send(self, peer, tensor, tag=Tag.DATA):
-        self.num_sent[peer] = self.num_sent.get(peer, 0) + (tag is Tag.DATA)
-        return self.wires.post_send(peer, tensor, tag)
 
 
 @pytest.mark.feature("X2")
@@ -218,18 +183,16 @@ def test_nothing_is_sent_below_a_frozen_stage(num_frozen):
 
     def case(wires):
         counting = Counting(wires)
-        pipeline = Pipeline(make_layers(), "1f1b", 4, task.loss, transport=counting)
+        pipeline = Pipeline(make_layers(), "1f1b", 4, task.loss, transport=wires)
         step_task(pipeline, task)  # the first step sends headers as well
-        counting.num_sent.clear()
+        counting.data.clear()
         step_task(pipeline, task)
-        return counting.num_sent
+        return Counter(peer for peer, _ in counting.data)
 
     sent = on_ranks(4, case)
 
-    assert [found.get(rank + 1, 0) for rank, found in enumerate(sent)] == [4, 4, 4, 0]
-    assert [found.get(rank, 0) for rank, found in enumerate(sent[1:])] == [
-        4 * (rank >= num_frozen) for rank in range(3)
-    ]
+    assert [found[rank + 1] for rank, found in enumerate(sent)] == [4, 4, 4, 0]
+    assert [found[rank] for rank, found in enumerate(sent[1:])] == [4 * (rank >= num_frozen) for rank in range(3)]
 
 
 class Cutting(Around):
@@ -356,20 +319,6 @@ def test_training_and_evaluation_may_alternate_in_any_mix(mix, schedule):
     assert found == [expected, expected]
 
 
-@pytest.mark.feature("H12")
-def test_a_closed_pipeline_says_so_at_once():
-    task = float_task(8)
-    pipeline = pipeline_of(None, task)
-    step_task(pipeline, task)
-    pipeline.close()
-    pipeline.close()
-
-    for call in (pipeline.step, pipeline.evaluate, pipeline.profile):
-        error = error_of(call, *task.inputs, target=task.target)
-        assert type(error) is PipelineError
-        assert str(error) == "rank 0: the pipeline is closed; make a new one"
-
-
 # ---- set-up
 
 
@@ -396,45 +345,44 @@ def test_split_and_weights_together_are_refused():
 
 
 @pytest.mark.feature("F4")
-@pytest.mark.parametrize(
-    ("options", "table"),
-    [
-        (
-            {"weights": [1.0, 1.0, 1.0, 3.0]},
-            """
-            stage  layers  weight  parameters  names
-            ─────────────────────────────────────────
-                0       3   50.0%         162  0 .. 2
-                1       1   50.0%          60  3
-            heaviest: stage 0, 1.00 times the mean
-            """,
-        ),
-        (
-            {"split": [1, 3]},
-            """
-            stage  layers  weight  parameters  names
-            ─────────────────────────────────────────
-                0       1   25.0%          54  0
-                1       3   75.0%         168  1 .. 3
-            heaviest: stage 1, 1.50 times the mean
-            """,
-        ),
-    ],
-    ids=["by weight", "as given"],
-)
-def test_every_rank_can_draw_the_whole_split(options, table):
+def test_every_rank_can_draw_the_whole_split():
     def case(wires):
         # A rank builds its own layers only; what the others hold it must have been told.
         layers = [*(partial(block, seed) for seed in range(3)), last_layer]
-        return Pipeline(layers, "1f1b", 4, square_loss, transport=wires, **options).describe_split()
+        return Pipeline(layers, "1f1b", 4, square_loss, transport=wires, weights=[1, 1, 1, 3]).describe_split()
 
     def last_layer():
         return nn.Sequential(block(3), nn.LazyLinear(WIDTH), nn.LayerNorm(3))  # 54 + not known yet + 6
 
-    found = on_ranks(2, case)
+    table = """
+        stage  layers  weight  parameters  names
+        ─────────────────────────────────────────
+            0       3   50.0%         162  0 .. 2
+            1       1   50.0%          60  3
+        heaviest: stage 0, 1.00 times the mean
+    """
+    assert [found.split() for found in on_ranks(2, case)] == [table.split()] * 2
 
-    assert found[0] == found[1]
-    assert found[0].split() == table.split()
+
+LOOP = {"schedule": "interleaved-1f1b"}
+DIFFERENT = {
+    "microbatches": ({}, {"microbatches": 8}, ("microbatches=4", "microbatches=8")),
+    "schedule": ({}, {"schedule": "gpipe"}, ("1f1b", "gpipe")),
+    "option": ({}, {"warmup": "eager"}, ("rank 0 has Schedule('1f1b', ", "rank 1 has Schedule('1f1b', ")),
+    "stages": (LOOP | {"stages_per_rank": 2}, LOOP | {"stages_per_rank": 1}, ("stages=4", "stages=2")),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "shown"), DIFFERENT.values(), ids=DIFFERENT)
+def test_ranks_with_another_plan_are_found_at_the_start_with_both_values(first, second, shown):
+    def case(wires):
+        options = {"schedule": "1f1b", "microbatches": 4, "loss": square_loss} | (second if wires.rank else first)
+        return error_of(Pipeline, float_layers(), transport=wires, **options)
+
+    for error in on_ranks(2, case):
+        assert type(error) is PipelineError
+        assert "the ranks disagree on schedule" in str(error)
+        assert all(value in str(error) for value in shown)
 
 
 # ---- schedules

@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.errors import PipelineError, StepRefused
+from penstock.errors import StepRefused
 from penstock.execute.stages.gradient_norm import clip_gradients
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import (
@@ -128,19 +128,27 @@ class Case:
         )
 
 
+def run(case, parameters, overflow, scaler, take_step, *gather_and_skip):
+    """Run all steps of a case by `take_step(inputs, target)`."""
+    training = Training(parameters, scaler, case.make_optimizer)
+    for step in range(1, STEPS + 1):
+        for inputs, target in case.batches(step, overflow):
+            with case.casting():
+                take_step(inputs, target)
+        training.update(case.clip(training.parameters, *gather_and_skip))
+    return training.outcome()
+
+
 def on_one_process(case):
     """What plain torch does."""
     layers, overflow, scaler = case.begin()
-    training = Training(named(layers), scaler, case.make_optimizer)
     model = nn.Sequential(*layers)
-    for step in range(1, STEPS + 1):
-        for inputs, target in case.batches(step, overflow):
-            for parts in zip(inputs.chunk(M), target.chunk(M), strict=True):
-                with case.casting():
-                    loss = square_loss(model(parts[0]), parts[1]) * (1 / M)
-                    scaler.scale(loss).backward()
-        training.update(case.clip(training.parameters))
-    return training.outcome()
+
+    def take_step(inputs, target):
+        for part, wanted in zip(inputs.chunk(M), target.chunk(M), strict=True):
+            scaler.scale(square_loss(model(part), wanted) * (1 / M)).backward()
+
+    return run(case, named(layers), overflow, scaler, take_step)
 
 
 def make(layer):
@@ -151,16 +159,13 @@ def on_a_rank(wires, schedule, case):
     layers, overflow, scaler = case.begin()
     # Built by the rank, as in processes: of modules, threads would copy those of the second route, without their hooks.
     builders = [partial(make, layer) for layer in layers] if schedule == "dualpipe" else layers
-    pipeline = Pipeline(builders, schedule, M, square_loss, scale_loss=scaler.scale, transport=wires)
-    training = Training(pipeline.named_parameters(), scaler, case.make_optimizer)
-    for step in range(1, STEPS + 1):
-        for inputs, target in case.batches(step, overflow):
-            with case.casting():
-                pipeline.step(inputs, target=target)
+    with Pipeline(builders, schedule, M, square_loss, scale_loss=scaler.scale, transport=wires) as pipeline:
         gather, skip = pipeline.control.all_gather_object, pipeline.copied_names
-        training.update(case.clip(training.parameters, gather, skip))
-    pipeline.close()
-    return training.outcome()
+
+        def take_step(inputs, target):
+            pipeline.step(inputs, target=target)
+
+        return run(case, pipeline.named_parameters(), overflow, scaler, take_step, gather, skip)
 
 
 def on_a_process(rank, schedule, case):
@@ -218,10 +223,6 @@ def test_both_copies_of_a_model_with_two_routes_skip_the_same_steps(layer):
     assert_decided_as_on_one_process(Case(layer=layer, dtype=torch.float64), "dualpipe", rtol=1e-12)
 
 
-def test_an_overflow_in_one_of_several_accumulated_steps_is_kept():
-    assert_decided_as_on_one_process(Case(layer=0, accumulate=3))
-
-
 def test_gradients_are_clipped_by_one_norm_after_they_are_unscaled():
     expected = assert_decided_as_on_one_process(Case(clip_norm=0.05))
 
@@ -242,13 +243,6 @@ def with_embedding(dtype):
     return [settle(nn.Embedding(VOCABULARY, WIDTH, sparse=True, dtype=dtype), 7), *make_layers(dtype)]
 
 
-@pytest.mark.parametrize("layer", [0, 4])
-def test_sparse_gradients_overflow_like_others(layer):
-    case = Case(with_embedding, layer, batch=tokens, make_optimizer=partial(torch.optim.SGD, lr=0.1))
-
-    assert_decided_as_on_one_process(case)
-
-
 def with_frozen(frozen, dtype):
     layers = make_layers(dtype)
     for layer in frozen:
@@ -256,12 +250,18 @@ def with_frozen(frozen, dtype):
     return layers
 
 
-@pytest.mark.parametrize(
-    ("frozen", "layer", "accumulate"), [((0, 1), 3, 1), ((2, 3), 0, 2)], ids=["first rank", "rank of the losses"]
-)
-def test_a_rank_without_gradients_updates_its_scale_alone(frozen, layer, accumulate):
-    case = Case(partial(with_frozen, frozen), layer, accumulate=accumulate, clip_norm=0.05)
+SPARSE = {"make_layers": with_embedding, "batch": tokens, "make_optimizer": partial(torch.optim.SGD, lr=0.1)}
+CASES = {
+    "in one of several steps": Case(layer=0, accumulate=3),
+    "of a sparse table": Case(layer=0, **SPARSE),
+    "behind a sparse table": Case(layer=4, **SPARSE),
+    "beside a frozen first rank": Case(partial(with_frozen, (0, 1)), 3, clip_norm=0.05),
+    "beside a frozen last rank": Case(partial(with_frozen, (2, 3)), 0, accumulate=2, clip_norm=0.05),
+}
 
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_an_overflow_is_one_decision_whatever_is_trained(case):
     assert_decided_as_on_one_process(case)
 
 
@@ -362,22 +362,6 @@ def test_a_disabled_scaler_does_nothing():
 
     for with_scaler, without in on_ranks(2, run):
         assert all(map(torch.equal, with_scaler, without))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        None,
-        *(make_scaler(**other).scale for other in ({"enabled": False}, {"init_scale": 2.0}, {"growth_interval": 9})),
-    ],
-)
-def test_ranks_with_other_scalers_are_refused(other):
-    def make(wires):
-        return error_of(scaled_pipeline, wires, other if wires.rank else make_scaler().scale)
-
-    for error in on_ranks(2, make):
-        assert isinstance(error, PipelineError)
-        assert "disagree on scale_loss: rank 0 has a GradScaler with {'scale': 1024.0" in str(error)
 
 
 def test_a_scale_that_one_rank_changed_is_refused_before_the_step_and_can_be_put_right():

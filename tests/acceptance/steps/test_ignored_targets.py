@@ -139,14 +139,20 @@ def test_without_ignored_targets_all_bits_are_those_of_rows(options):
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
 
 
-def warned(loss, target, num_steps=1, **options):
+def warned(loss, target, num_steps=1, schedule="1f1b", *, is_streamed=False, **options):
+    """What a pipeline warns of that takes a batch in each step, whole or one microbatch after another."""
     inputs, _ = batch_of(*target.shape)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pipeline = ps.Pipeline(layers_of(), "1f1b", 4, loss, ranks=1, **options)
+        pipeline = ps.Pipeline(layers_of(), schedule, 4, loss, ranks=1, **options)
+        stream = ps.Stream(num_steps * list(zip(inputs.split(2), target.split(2), strict=True)))
+        args, keywords = ((stream,), {}) if is_streamed else ((inputs,), {"target": target})
         for _ in range(num_steps):
-            pipeline.step(inputs, target=target)
+            pipeline.step(*args, **keywords)
     return [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
+
+
+streamed = partial(warned, is_streamed=True)
 
 
 def test_another_loss_is_warned_of_once_with_what_differs_and_the_fix():
@@ -168,18 +174,6 @@ def test_there_is_no_warning_where_nothing_is_wrong():
     assert warned(F.cross_entropy, target) == []
     assert warned(plain, target, count=lambda target: (target != -100).sum()) == []
     assert warned(partial(F.cross_entropy, reduction="sum"), target, reduction="sum") == []
-
-
-def streamed(loss, target, num_steps=1, schedule="1f1b", **options):
-    """What a pipeline warns of that takes the microbatches of each step off a stream."""
-    inputs, _ = batch_of(*target.shape)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pipeline = ps.Pipeline(layers_of(), schedule, 4, loss, ranks=1, **options)
-        stream = ps.Stream(num_steps * list(zip(inputs.split(2), target.split(2), strict=True)))
-        for _ in range(num_steps):
-            pipeline.step(stream)
-    return [str(each.message) for each in caught if issubclass(each.category, PenstockWarning)]
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, plain])

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PipelineError, StepRefused
 from penstock.execute.transport import LocalTransport, messages
 from penstock.pipeline import Pipeline
+from tests.random_models.wrappers import Checkpointed
 from tests.support.local_pipelines import (
     WIDTH,
     Around,
@@ -46,15 +46,6 @@ class Masked(Around):
 class Scaled(Masked):
     def forward(self, x, *, scale=1.0):
         return self.inner(x) * scale
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
 
 
 class Attending(nn.Module):

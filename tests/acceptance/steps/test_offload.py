@@ -3,14 +3,15 @@
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import penstock as ps
+from penstock.schedules import FAMILIES
 from tests.acceptance.slices.test_carried_steps import CarriedAttention, CarriedGRU, OnceInAWhile, RunningSum
-from tests.acceptance.steps.test_offload_plans import GPIPE, SHAPES, TRAINING, WITH_R, copies, moving
 from tests.acceptance.steps.test_recomputed_steps import assert_same
 from tests.acceptance.steps.test_skip_steps import LookingBack, Recomputed, TreeLayer
 from tests.acceptance.steps.test_skip_steps import layers as skipping_layers
@@ -22,12 +23,26 @@ from tests.random_models.wrappers import RECOMPUTING
 from tests.support.local_pipelines import WIDTH, block, gradients_of, on_ranks, settle, square_loss, values
 
 FLOAT64 = torch.float64
+TRAINING = [name for name in FAMILIES if name != "forward-only"]
+SHAPES = [(4, 8), (3, 6), (2, 6), (1, 6)]
+WITH_R = {False: lambda schedule: schedule, True: ps.with_recompute}
+GPIPE = partial(ps.build, "gpipe", ranks=1)
 FEATURES = [name for name in MODELS if name != "variable length"]
 SPLIT = drawn("0F0 0F1 0F2 0I0 0F3 0I1 0W0 0I2 0W1 0I3 0W2 0W3")
 PAIRS = drawn(
     "0F0 0F1 0F2 (0F3;0B0)OVERLAP_F_B (0F4;0B1)OVERLAP_F_B 0B2 0B3 0B4\n"
     "1F0 (1F1;1B0)OVERLAP_F_B (1F2;1B1)OVERLAP_F_B (1F3;1B2)OVERLAP_F_B (1F4;1B3)OVERLAP_F_B 1B4"
 )
+
+
+def copies(program):
+    """The texts of all copies, rank by rank."""
+    return [text for rank in range(program.num_ranks) for row in program[rank] if "LOAD" in (text := str(row))]
+
+
+def moving(schedule, **more):
+    """The program that moves what every stage keeps."""
+    return ps.lower(schedule, offload=range(schedule.num_stages), **more)
 
 
 def trained(wires, plan, make_layers, make_batch, loss, more):
@@ -311,3 +326,12 @@ def test_checkpointed_layers_train_the_same(kind, wrapper, plan):
         return [RECOMPUTING[wrapper](settle(kind(6, 6), seed)) if seed % 2 else block(seed) for seed in range(4)]
 
     assert_moves_change_nothing(PLANS[plan], layers, numbers(24, 6))
+
+
+def test_stages_may_come_in_any_collection_and_twice():
+    schedule = ps.build("seq1f1b", ranks=3, microbatches=4, slices=2)
+    program = ps.lower(schedule, offload=[1])
+
+    assert ps.lower(schedule, offload=np.array([1])) == ps.lower(schedule, offload=iter([1, 1])) == program
+    assert {text[0] for text in copies(program)} == {"1"}
+    assert program.actions() == schedule

@@ -11,8 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as ps
 from penstock.errors import PipelineError
-from tests.acceptance.steps.test_offload import SPLIT, numbers
-from tests.acceptance.steps.test_offload_plans import GPIPE, WITH_R, copies, moving
+from tests.acceptance.steps.test_offload import GPIPE, SPLIT, WITH_R, copies, moving, numbers
 from tests.acceptance.steps.test_recomputed_steps import assert_same
 from tests.simulation.drawing import ends, starts
 from tests.support.local_pipelines import (
@@ -296,20 +295,3 @@ def test_a_recorded_step_has_its_copies_in_order(again):
     for text in copies(program):
         other = text.replace("OFFLOAD", "F") if "OFFLOAD" in text else text.replace("RELOAD", "OFFLOAD")
         assert end_s[other] <= start_s[text] < end_s[text]
-
-
-@pytest.mark.parametrize(
-    ("name", "again"), [("gpipe", False), ("1f1b", True), ("zbv", False), ("interleaved-1f1b", True)]
-)
-def test_a_memory_report_finds_the_activations_that_the_plan_says(name, again):
-    def reported(wires, plan):
-        pipeline = ps.Pipeline([block(seed) for seed in range(4)], plan, loss=square_loss, transport=wires)
-        report = pipeline.memory_report(values(1, 12, WIDTH), target=values(2, 12, WIDTH))
-        return [rank.peak_activations for rank in report.ranks]
-
-    schedule = WITH_R[again](ps.build(name, ranks=2, microbatches=6))
-    program = moving(schedule)
-
-    assert copies(program)
-    for plan in (schedule, program):
-        assert on_ranks(2, reported, plan)[0] == ps.check(plan).peak_activations

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, PipelineError
+from penstock.errors import PipelineError
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.exactness.features import Recomputed, Skipping
@@ -22,9 +22,7 @@ from tests.support.local_pipelines import (
     pipeline_of,
     square_loss,
     step_task,
-    two_steps,
     values,
-    visits_in_order,
 )
 
 FLOAT64 = torch.float64
@@ -47,23 +45,6 @@ def noisy_loss(output, target):
 def task(loss=square_loss, make_layers=layers):
     inputs, target = (values(seed, 2 * NUM_MICROBATCHES, WIDTH, dtype=FLOAT64) for seed in (1, 2))
     return Task(make_layers, (inputs,), target, loss, {"seed": SEED})
-
-
-SHAPES = [("1f1b", 1), ("zbv", 3), ("dualpipe", 4)]
-SLOW_SHAPES = [("1f1b", 2), ("gpipe", 4), ("interleaved-1f1b", 2), ("zb-h1", 4)]
-
-
-@pytest.mark.feature("H6", "X32")
-@pytest.mark.parametrize(
-    ("name", "num_ranks"), [*SHAPES, *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES)]
-)
-def test_dropout_draws_the_same_on_any_split(name, num_ranks):
-    own, schedule = task(), build(name, ranks=num_ranks, microbatches=NUM_MICROBATCHES)
-
-    found = on_pipelines(schedule.num_ranks, own, lambda pipeline: two_steps(pipeline, own), schedule, None)
-
-    tolerance = None if visits_in_order(schedule) else 1e-12
-    assert difference(found, own.reference(NUM_MICROBATCHES, num_steps=2), tolerance=tolerance) == []
 
 
 def in_two_threads(first, second):
@@ -182,10 +163,3 @@ def test_a_step_that_failed_draws_the_same_when_it_is_run_again():
     own = task()
 
     assert_errors(errors_before_a_right_step(2, own, wrong, "1f1b", NUM_MICROBATCHES), PipelineError)
-
-
-def test_what_is_no_seed_is_refused_at_once():
-    error = error_of(pipeline_of, None, task(), seed=-1)
-
-    assert isinstance(error, ConfigError)
-    assert error.key == "seed"

@@ -37,16 +37,19 @@ def batch(rows=8, seed=3):
     return torch.randint(VOCABULARY, (2, rows, LENGTH), generator=generator)
 
 
-def train_alone(targets, tokens, make_layers=layers):
-    """Step AdamW in one process, with a loss of 0 where no label counts; return the weights."""
-    model = nn.Sequential(*make_layers())
+def mean_or_zero(output, target):
+    """The mean over labels, and a loss of 0 where no label counts."""
+    total = F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / max(count_tokens(target), 1)
+
+
+def train_alone(targets, tokens):
+    """Step AdamW in one process; return the weights."""
+    model = nn.Sequential(*layers())
     optimizer = adamw(model.parameters())
     for target in targets:
         optimizer.zero_grad()
-        num_labels = count_tokens(target)
-        for part, labels in zip(tokens.chunk(4), target.chunk(4), strict=True):
-            total = F.cross_entropy(model(part).flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-            (total / max(num_labels, 1)).backward()
+        mean_or_zero(model(tokens), target).backward()
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -167,8 +170,7 @@ def test_replicas_without_a_label_train_as_one_process(shard, empty):
             return pipeline.state_dict(), {name: parameter.grad for name, parameter in pipeline.named_parameters()}
 
     model = nn.Sequential(*layers())
-    total = F.cross_entropy(model(tokens).flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum")
-    (total / max(count_tokens(target), 1)).backward()
+    mean_or_zero(model(tokens), target).backward()
     expected = gradients_of(model.named_parameters())
     ranks = on_mesh(2, 2, case)
 
