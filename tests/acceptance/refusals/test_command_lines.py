@@ -1,4 +1,4 @@
-"""Every command with wrong, doubled and contradictory arguments, files in the way, and outputs that cannot take all.
+"""Every command with wrong, doubled and contradictory input, files in the way, and outputs that cannot take all.
 
 What somebody new gets wrong first is among them: each is one message, which leads to what was meant.
 """
@@ -12,8 +12,11 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.entry import COMMANDS
+from penstock.errors import ConfigError, PartitionError
 from penstock.schedules import build
-from tests.support.tiny_run import write_tiny_run
+from penstock.train.settings.config import load_config
+from penstock.train.setup import check_plan
+from tests.support.tiny_run import PENSTOCK, TORCHRUN, files_below, fork, fork_training, settings, write_tiny_run
 
 SIZE = ["--ranks", "2", "--microbatches", "4"]
 SCHEDULE = build("1f1b", ranks=2, microbatches=4)
@@ -48,6 +51,21 @@ REFUSED = {
         ["train", "none.toml"],
         "none.toml: cannot be read: No such file or directory. Give the path of a TOML file",
     ),
+    "a run file that is cut off": (["train", "cut.toml"], "cut.toml:2:10: not TOML"),
+}
+PROGRESS = r"(run folder: run \(holds no run yet\)\n([0-9]+ ranks? on .*; precision .*\n)?(.* \.\.\.\n)*)?"
+"""All that a refused command may print: the folder that a run would have used, where, and what it began to do."""
+
+WRONG_SETTINGS = {
+    "no ranks": ("pipeline.ranks=0", r"pipeline\.ranks: got 0, expected greater than or equal to 1"),
+    "a wrong option": ("pipeline.options={warm=1}", r"pipeline\.options\.warm: 1f1b has no option .*'warmup'"),
+    "a schedule cut off": ("pipeline.schedule=truncated.csv", r"truncated\.csv:2:\d+: '1F' ends"),
+    "a missing schedule": ("pipeline.schedule=none.csv", r"pipeline\.schedule: cannot read 'none\.csv'.*give the path"),
+    "a missing text": ('data.files=["none.txt"]', r"data\.files: none\.txt: cannot be read: No such file"),
+    "no place for folders": ("run.folder=/proc/run", r"/proc/run: cannot be written: No such file"),
+    "a name too long": (f"run.folder={'x' * 300}", "cannot be written: File name too long"),
+    "the root": ("run.folder=/", r"run\.folder: '/' is no folder for a run; name another one"),
+    "no name at all": ('run.folder="a\\u0000b"', r"run\.folder: .* holds a null character"),
 }
 IN_THE_WAY = {
     "show": ["show", "1f1b", *SIZE, "-o", "there.svg"],
@@ -91,6 +109,8 @@ def here(tmp_path, monkeypatch):
     """A folder with a run file, a schedule, and files that are in the way of results."""
     write_tiny_run(tmp_path)
     (tmp_path / "in.csv").write_text(SCHEDULE.to_csv())
+    (tmp_path / "truncated.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F\n")
+    (tmp_path / "cut.toml").write_text("[run]\nfolder = \n")
     (tmp_path / "run").mkdir()
     for name in ("there.svg", "there.json", "run/costs.toml"):
         (tmp_path / name).write_text("precious")
@@ -137,7 +157,7 @@ def refusal(here, capsys):
 
         assert main(arguments) == status
         said, complained = capsys.readouterr()
-        assert said == ""
+        assert re.fullmatch(PROGRESS if arguments[0] == "train" else "", said)
         assert complained.startswith("penstock: " if status == 1 else "penstock")
         assert len(re.findall("^penstock", complained, flags=re.MULTILINE)) == 1
         assert len(complained.splitlines()) <= 2
@@ -168,6 +188,65 @@ def test_wrong_usage_is_told_in_two_lines(refusal, arguments, told):
 @pytest.mark.parametrize(("arguments", "told"), REFUSED.values(), ids=REFUSED)
 def test_arguments_of_no_use_are_refused(refusal, arguments, told):
     assert told in refusal(arguments)
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG_SETTINGS.values(), ids=WRONG_SETTINGS)
+def test_a_wrong_setting_is_refused_before_anything_is_written(refusal, given, message):
+    assert re.search(message, refusal(["train", "run.toml", "--set", given]))
+
+
+def test_more_stages_than_layers_are_refused_before_anything_is_read(here):
+    missing = 'data.files=["none.txt"]'
+    too_many = load_config("run.toml", ["pipeline.ranks=6", missing])
+    too_many_stages = load_config("run.toml", ["pipeline.ranks=3", "pipeline.schedule=zbv", missing])
+
+    with pytest.raises(ConfigError, match=r"pipeline\.ranks: 6 ranks need at least 6 layers, but the model has 5 .*"):
+        check_plan(too_many)
+    with pytest.raises(PartitionError, match=r"6 stages, but the model has only 5 layers .* use at most 5 stages"):
+        check_plan(too_many_stages)
+
+
+def test_too_little_text_is_refused_with_the_numbers(here, capsys):
+    assert main(["train", "run.toml", *settings("batch.length=200", "data.held_out_fraction=0.01")]) == 1
+
+    complained = capsys.readouterr().err
+    assert re.match(r"penstock: .*held-out part has 0 sequences .*raise data\.held_out_fraction", complained)
+    assert complained.count("penstock: ") == 1
+    assert set(os.listdir(here / "run")) == {"costs.toml", "tokens"}
+
+
+@pytest.mark.slow
+def test_a_refused_run_leaves_the_findings_of_an_earlier_one(here):
+    assert main(["train", "run.toml", *settings("metrics.every=99")]) == 0
+    before = {name: (here / "run" / name).read_bytes() for name in ("config.toml", "schedule.csv", "metrics.jsonl")}
+
+    status = main(["train", "run.toml", *settings('data.files=["none.txt"]')])
+
+    assert status == 1
+    assert {name: (here / "run" / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.slow
+def test_wrong_input_that_several_ranks_meet_is_told_once(here):
+    """By the ranks that are started here, and by torchrun's, whatever torchrun itself has to say."""
+    train = [*PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2", 'data.files=["none.txt"]')]
+    run_many = [*TORCHRUN, "2", *train]
+    wrong_number = [*TORCHRUN, "3", *PENSTOCK, "train", "run.toml", *settings("pipeline.ranks=2")]
+    started = [
+        fork_training(here, "pipeline.ranks=2", "pipeline.schedule=gpip"),
+        fork(run_many, here),
+        fork(wrong_number, here),
+    ]
+
+    complaints = [process.communicate(timeout=100)[1] for process in started]
+
+    assert [process.returncode for process in started] == [1, 1, 1]
+    assert complaints[0].startswith("penstock: pipeline.schedule: there is no schedule 'gpip'; known: ")
+    ours = [re.findall("^penstock: .*", complaint, flags=re.MULTILINE) for complaint in complaints]
+    assert [len(messages) for messages in ours] == [1, 1, 1], complaints
+    assert "data.files: none.txt: cannot be read" in ours[1][0]
+    assert "for 2 ranks, but 3 processes run" in ours[2][0]
+    assert files_below(here / "run") == {"costs.toml"}
 
 
 @lines(IN_THE_WAY)
