@@ -146,7 +146,9 @@ def test_evaluate_takes_a_stream_too():
 @pytest.mark.parametrize(("has_rows", "options"), [(True, {}), (False, {"specs": BatchSpec(kwargs=Replicate())})])
 def test_keywords_come_with_the_parts_of_a_stream(has_rows, options):
     mask = values(5, 2 * M, 1) if has_rows else values(6, WIDTH)
-    task = masked_task(mask, **options)
+    task = float_task(2 * M)
+    task.make_layers = lambda: [Masked(seed) for seed in range(3)]
+    task.keywords, task.options = {"mask": mask}, options
     parts = zip(pieces(task), mask.chunk(M) if has_rows else [mask] * M, strict=True)
     items = [Part(inputs, target=target, mask=part) for (inputs, target), part in parts]
 
@@ -495,16 +497,18 @@ def sum_loss(output, target):
     return ((output - target) ** 2).sum()
 
 
-def uneven(sizes):
-    return [(values(seed, size, WIDTH), values(seed + 10, size, WIDTH)) for seed, size in enumerate(sizes)]
-
-
 def test_a_sum_takes_microbatches_of_any_size():
-    items, layers = uneven([2, 1, 3, 2]), float_layers()
+    items = [(values(seed, size, WIDTH), values(seed + 10, size, WIDTH)) for seed, size in enumerate([2, 1, 3, 2])]
+    layers = float_layers()
     for inputs, target in items:
         reference_step(layers, (inputs,), {}, target, loss=sum_loss, num_microbatches=1, reduction="sum")
 
-    assert_gradients(streamed_gradients(items, sum_loss, reduction="sum"), layers)
+    def case(pipeline):
+        pipeline.step(*stream_on(pipeline, items))
+        return gradients_of(pipeline.named_parameters())
+
+    options = {"variable_shapes": True, "reduction": "sum"}
+    assert_gradients(on_pipelines(2, Task(float_layers, (), None, sum_loss), case, **options), layers)
 
 
 # ---- wrong use
@@ -540,21 +544,3 @@ def both(num_ranks, task, schedule="1f1b", num_microbatches=M, **options):
 def two_batches(task):
     """The microbatches of a task, and those of its half."""
     return pieces(task) + pieces(halved(task))
-
-
-def masked_task(mask, **options):
-    task = float_task(2 * M)
-    task.make_layers = lambda: [Masked(seed) for seed in range(3)]
-    task.keywords, task.options = {"mask": mask}, options
-    return task
-
-
-def streamed_gradients(items, loss=square_loss, **options):
-    """The gradients on two ranks of a step with these microbatches, whose shapes differ."""
-
-    def case(pipeline):
-        pipeline.step(*stream_on(pipeline, items))
-        return gradients_of(pipeline.named_parameters())
-
-    task = Task(float_layers, (), None, loss)
-    return on_pipelines(2, task, case, "1f1b", len(items), variable_shapes=True, **options)
