@@ -168,7 +168,6 @@ class Ending:
 
     took_s: float
     error: Exception | None = None
-    cause: str = ""
     loss: object = None
     gradients: object = None
 
@@ -186,7 +185,7 @@ class FaultyRank:
     pipeline: Pipeline
 
     @classmethod
-    def start(cls, wires, **options):
+    def start(cls, wires):
         switch = Switch(wires.rank)
         transport = FaultyTransport(wires, switch)
         pipeline = Pipeline(
@@ -196,7 +195,6 @@ class FaultyRank:
             partial(mean_square, switch),
             transport=transport,
             optimizer_step=partial(switch.reach, "optimizer"),
-            **options,
         )
         return cls(switch, transport, pipeline)
 
@@ -218,7 +216,7 @@ class FaultyRank:
         try:
             result = getattr(self.pipeline, call)(inputs, target=target)
         except PipelineError as error:
-            ending = Ending(time.monotonic() - begin_s, error, type(error.__cause__).__name__)
+            ending = Ending(time.monotonic() - begin_s, error)
             error.__cause__ = error.__context__ = error.__traceback__ = None  # they would not travel between processes
             return ending
         gradients = {name: parameter.grad for name, parameter in self.pipeline.named_parameters()}
@@ -243,12 +241,12 @@ class FaultyThreads:
     def each(self, act):
         return each_on_a_thread(lambda rank: act(self.ranks[rank]))
 
-    def step(self, fault=None, *, call="step"):
+    def step(self, fault=None):
         """Run one step on all ranks; a rank that hangs is woken once all others have ended."""
         num_ended = count(1)
 
         def act(rank):
-            ending = rank.step(fault, call=call)
+            ending = rank.step(fault)
             is_other = fault is not None and rank.switch.rank != fault.rank
             if is_other and next(num_ended) == NUM_RANKS - 1:
                 self.ranks[fault.rank].switch.wake()
@@ -257,7 +255,7 @@ class FaultyThreads:
         return self.each(act)
 
 
-def each_on_a_thread(act, *, longest_s=LONGEST_S):
+def each_on_a_thread(act):
     """Return `act(rank)` of every rank, each on a thread of its own; a late or broken one gives its error."""
     answers = [TimeoutError(f"rank {rank} did not end") for rank in range(NUM_RANKS)]
 
@@ -271,7 +269,7 @@ def each_on_a_thread(act, *, longest_s=LONGEST_S):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(longest_s)
+        thread.join(LONGEST_S)
     return answers
 
 

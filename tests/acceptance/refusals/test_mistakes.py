@@ -529,13 +529,13 @@ def blocks():
 # ---- in the loss function and in layers
 
 
-def on_blocks(case, layers=blocks, loss=square_loss, *, num_ranks=2, schedule="1f1b", **options):
+def on_blocks(case, layers=blocks, loss=square_loss, *, num_ranks=2):
     """Return what `case(pipeline)` returned on every rank."""
-    return on_ranks(num_ranks, lambda wires: case(Pipeline(layers(), schedule, M, loss, transport=wires, **options)))
+    return on_ranks(num_ranks, lambda wires: case(Pipeline(layers(), "1f1b", M, loss, transport=wires)))
 
 
-def errors_of_step(layers, loss, *, target=TARGET, **options):
-    return on_blocks(lambda own: error_of(own.step, BATCH, target=target), layers, loss, **options)
+def errors_of_step(layers, loss):
+    return on_blocks(lambda own: error_of(own.step, BATCH, target=TARGET), layers, loss)
 
 
 @pytest.mark.parametrize(("num_ranks", "call"), [(1, "step"), (2, "evaluate")])

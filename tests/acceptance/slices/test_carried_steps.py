@@ -44,8 +44,8 @@ def decoder():
     return [settle(spec(), seed) for seed, spec in enumerate(decoder_layers(config))]
 
 
-def decoder_task(length=LENGTH):
-    tokens, target = torch.randint(VOCABULARY, (2, 4, length), generator=torch.Generator().manual_seed(5))
+def decoder_task():
+    tokens, target = torch.randint(VOCABULARY, (2, 4, LENGTH), generator=torch.Generator().manual_seed(5))
     target[::2, 2:4] = -100
     options = {"allow_ragged": True, "count": count_target_tokens}
     return Task(decoder, (tokens,), target, cross_entropy_loss, options)

@@ -36,10 +36,10 @@ def long_task(rows, length, **options):
     return Task(lambda: float_layers(FLOAT64), (inputs,), target, options=options)
 
 
-def in_slices(task, body=None, num_microbatches=3, slices=2, **options):
+def in_slices(task, body=None, num_microbatches=3, slices=2):
     """Return what `body(pipeline)` returned on two ranks, or the outcomes of a step."""
     body = body or (lambda pipeline: step_task(pipeline, task))
-    return on_pipelines(2, task, body, "seq1f1b", num_microbatches, slices=slices, **options)
+    return on_pipelines(2, task, body, "seq1f1b", num_microbatches, slices=slices)
 
 
 def sum_loss(output, target):

@@ -203,8 +203,8 @@ def routed_model(is_checkpointed=False):
     return [Routed(seed, FLOAT64, is_checkpointed) for seed in range(NUM_LAYERS)]
 
 
-def mean_task(make_layers=routed_model, loss=square_loss, dtype=FLOAT64, rows=8, **options):
-    inputs, target = (values(seed, rows, WIDTH, dtype=dtype) for seed in (1, 2))
+def mean_task(make_layers=routed_model, loss=square_loss, rows=8, **options):
+    inputs, target = (values(seed, rows, WIDTH, dtype=FLOAT64) for seed in (1, 2))
     return Task(make_layers, (inputs,), target, loss, options)
 
 

@@ -40,9 +40,9 @@ def copies(program):
     return [text for rank in range(program.num_ranks) for row in program[rank] if "LOAD" in (text := str(row))]
 
 
-def moving(schedule, **more):
+def moving(schedule):
     """The program that moves what every stage keeps."""
-    return ps.lower(schedule, offload=range(schedule.num_stages), **more)
+    return ps.lower(schedule, offload=range(schedule.num_stages))
 
 
 def trained(wires, plan, make_layers, make_batch, loss, more):
