@@ -13,17 +13,18 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import PipelineError
 from penstock.execute.backend import aot_eager, penstock
 from penstock.execute.split.compiled_block import BlockBackward, CompiledBlock, find_compiled_block
-from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from penstock.execute.split.weight_graph import WeightGraph
 from tests.execute.split.test_deferred_weights import begun
 from tests.support.inductor import skip_without_inductor
-from tests.support.local_pipelines import error_of, settle, values
+from tests.support.local_pipelines import settle, values
 from tests.support.one_stage import kept_by, run_input_part, run_weight_part
+from tests.support.using import AskingProduct, Product, Using, function_of
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
 
 ROWS, WIDTH, TOKENS = 6, 8, 20
 MLP_NAMES = ["down.weight", "up.weight"]
+BLOCK_NAMES = ["block.down.weight", "block.up.weight"]
 
 
 class Mlp(nn.Module):
@@ -38,191 +39,101 @@ class Mlp(nn.Module):
         return features + self.down(F.gelu(self.up(self.norm(features))))
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, features):
-        heads = self.qkv(features).view(2, -1, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(-1, WIDTH))
+def attention(self, features):
+    heads = self.qkv(features).view(2, -1, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+    return self.out(mixed.transpose(1, 2).reshape(-1, WIDTH))
 
 
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv1d(1, 3, 3, padding=1), nn.Conv1d(3, 1, 3, padding=1)
-
-    def forward(self, features):
-        return self.second(F.gelu(self.first(features[:, None])))[:, 0]
+def counting(self, features):
+    """Change a buffer in a forward."""
+    self.total.add_(features.detach().sum(0))
+    return self.linear(features)
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, features, weight):
-        ctx.save_for_backward(features, weight)
-        return features @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        features, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.T @ features
+def cast(self, features):
+    """Compute in another type than the weights have."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.block(features).float()
 
 
-class Custom(nn.Module):
-    """A function of activations and a weight that computes both gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-    def forward(self, features):
-        return Product.apply(features, self.weight).tanh()
+def looking(self, features):
+    """Break the graph in two, each of which is a block by itself."""
+    features = self.block(features)
+    torch._dynamo.graph_break()
+    return self.block(features)
 
 
-class AskingProduct(Product):
-    """Asks which half is wanted: both, where it is compiled."""
-
-    @staticmethod
-    def backward(ctx, gradient):
-        features, weight = ctx.saved_tensors
-        of_features = gradient @ weight if wants_input_gradient(ctx) else None
-        return of_features, gradient.T @ features if wants_weight_gradient(ctx) else None
+def product_of(function):
+    """Return a layer that calls a function of activations and a weight which computes both gradients."""
+    weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    return Using(lambda self, x: function.apply(x, self.weight).tanh(), weight=weight)
 
 
-class Asking(Custom):
-    def forward(self, features):
-        return AskingProduct.apply(features, self.weight).tanh()
+def linear(num_features=WIDTH):
+    return nn.Linear(WIDTH, num_features)
 
 
-class Tied(nn.Module):
-    """One matrix in two products."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.other.weight = self.one.weight
-
-    def forward(self, features):
-        return self.other(self.one(features).tanh())
+def convolutions():
+    first, second = nn.Conv1d(1, 3, 3, padding=1), nn.Conv1d(3, 1, 3, padding=1)
+    return Using(lambda self, x: self.second(F.gelu(self.first(x[:, None])))[:, 0], first=first, second=second)
 
 
-class Normalized(nn.Module):
-    """A weight that is made of two parameters within the block."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, features):
-        return self.linear(features)
+def tied():
+    """Return a layer with one matrix in two products."""
+    one, other = linear(), linear()
+    other.weight = one.weight
+    return Using(lambda self, x: self.other(self.one(x).tanh()), one=one, other=other)
 
 
-class Embedded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.linear = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens):
-        return self.linear(self.table(tokens))
+def again(block, features):
+    return checkpoint(block, features, use_reentrant=False)
 
 
-class Table(nn.Module):
-    """Leads to nothing but its weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(TOKENS, WIDTH)
-
-    def forward(self, tokens):
-        return self.table(tokens)
-
-
-class Counting(nn.Module):
-    """Changes a buffer in its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("total", torch.zeros(WIDTH))
-
-    def forward(self, features):
-        self.total.add_(features.detach().sum(0))
-        return self.linear(features)
-
-
-class Checkpointed(nn.Module):
-    """Runs a compiled block again in the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = Mlp()
-
-    def forward(self, features):
-        return checkpoint(self.block, features, use_reentrant=False)
-
-
-class Recomputing(nn.Module):
-    """Runs a part of itself again, which the compiler sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.linear = Mlp(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, features):
-        return self.linear(checkpoint(self.block, features, use_reentrant=False))
-
-
-class Casting(Mlp):
-    """Computes in another type than its weights have."""
-
-    def forward(self, features):
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(features).float()
-
-
-class Looking(Mlp):
-    """Breaks the graph in two, each of which is a block by itself."""
-
-    def forward(self, features):
-        features = super().forward(features)
-        torch._dynamo.graph_break()
-        return super().forward(features)
-
-
-WAITING = {
-    Mlp: MLP_NAMES,
-    Attention: ["out.weight", "qkv.weight"],
-    Convolutions: ["first.bias", "first.weight", "second.bias", "second.weight"],
-    Custom: ["weight"],
-    Asking: ["weight"],
-    Tied: ["one.weight"],
-    Normalized: ["linear.parametrizations.weight.original0", "linear.parametrizations.weight.original1"],
-    Embedded: ["linear.weight", "table.weight"],
-    Table: ["table.weight"],
-    Counting: ["linear.weight"],
-    Recomputing: ["block.down.weight", "block.up.weight", "linear.weight"],
-    Casting: MLP_NAMES,
-    Looking: MLP_NAMES,
-    Checkpointed: ["block.down.weight", "block.up.weight"],
+LAYERS = {
+    "mlp": (Mlp, MLP_NAMES),
+    "attention": (lambda: Using(attention, qkv=linear(3 * WIDTH), out=linear()), ["out.weight", "qkv.weight"]),
+    "convolutions": (convolutions, ["first.bias", "first.weight", "second.bias", "second.weight"]),
+    "custom": (lambda: product_of(Product), ["weight"]),
+    "asking": (lambda: product_of(AskingProduct), ["weight"]),
+    "tied": (tied, ["one.weight"]),
+    "a weight made of two parameters": (
+        lambda: Using(lambda self, x: self.linear(x), linear=parametrizations.weight_norm(linear())),
+        ["linear.parametrizations.weight.original0", "linear.parametrizations.weight.original1"],
+    ),
+    "embedded": (
+        lambda: Using(lambda self, x: self.linear(self.table(x)), table=nn.Embedding(TOKENS, WIDTH), linear=linear()),
+        ["linear.weight", "table.weight"],
+    ),
+    "nothing but a table": (
+        lambda: Using(lambda self, x: self.table(x), table=nn.Embedding(TOKENS, WIDTH)),
+        ["table.weight"],
+    ),
+    "counting": (lambda: Using(counting, linear=linear(), total=nn.Buffer(torch.zeros(WIDTH))), ["linear.weight"]),
+    "a part that runs again, which the compiler sees": (
+        lambda: Using(lambda self, x: self.linear(again(self.block, x)), block=Mlp(), linear=linear()),
+        [*BLOCK_NAMES, "linear.weight"],
+    ),
+    "cast": (lambda: Using(cast, block=Mlp()), BLOCK_NAMES),
+    "looking": (lambda: Using(looking, block=Mlp()), BLOCK_NAMES),
+    "a compiled block that runs again": (
+        lambda: Using(lambda self, x: again(self.compiled, x), compiled=Mlp()),
+        ["compiled.down.weight", "compiled.up.weight"],
+    ),
 }
-SLOW_AS_WELL = (Attention, Asking, Counting, Recomputing, Looking)
-"""Those whose products, functions and graphs are like those of a quicker one."""
-BACKENDS = [
-    pytest.param(aot_eager, id="aot_eager"),
-    pytest.param(penstock, id="penstock", marks=pytest.mark.slow),
-]
+"""By what is special of a layer: what makes it, and the names of the weights that wait."""
+SLOW_AS_WELL = ("attention", "asking", "counting", "a part that runs again, which the compiler sees", "looking")
+BACKENDS = [pytest.param(aot_eager, id="aot_eager"), pytest.param(penstock, id="penstock", marks=pytest.mark.slow)]
 
 
-def compiled(make, backend):
-    layer = settle(make(), 0)
-    (layer.block if make is Checkpointed else layer).compile(backend=backend)
+def compiled(name, backend):
+    layer = settle(LAYERS[name][0](), 0)
+    getattr(layer, "compiled", layer).compile(backend=backend)
     return layer
 
 
 def inputs_of(layer, rows=ROWS):
-    if isinstance(layer, Embedded | Table):
+    if hasattr(layer, "table"):
         return torch.arange(rows) % TOKENS
     return values(1, rows, WIDTH).requires_grad_()
 
@@ -265,40 +176,38 @@ def same(one, other):
 @pytest.mark.feature("X52")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "make", [pytest.param(make, marks=[pytest.mark.slow] * (make in SLOW_AS_WELL)) for make in WAITING]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_AS_WELL)) for name in LAYERS]
 )
-def test_both_parts_together_are_the_whole_backward_bit_for_bit(make, backend):
-    layer = compiled(make, backend)
+def test_both_parts_together_are_the_whole_backward_bit_for_bit(name, backend):
+    layer = compiled(name, backend)
     wanted = whole(layer)
 
     found, waited = parts(layer)
 
     assert same(found, wanted)
-    assert waited == WAITING[make]
+    assert waited == LAYERS[name][1]
 
 
 @pytest.mark.parametrize(
-    ("backend", "name"),
-    [(aot_eager, "aot_eager"), pytest.param(penstock, "inductor", marks=pytest.mark.slow)],
+    ("backend", "name"), [(aot_eager, "aot_eager"), pytest.param(penstock, "inductor", marks=pytest.mark.slow)]
 )
 def test_a_whole_backward_is_that_of_torchs_backend_bit_for_bit(backend, name):
     if name == "inductor":
         skip_without_inductor()
-    assert same(whole(compiled(Mlp, backend)), whole(compiled(Mlp, name)))
+    assert same(whole(compiled("mlp", backend)), whole(compiled("mlp", name)))
 
 
 def test_layers_of_another_backend_are_not_split():
-    layer = compiled(Mlp, "aot_eager")
+    layer = compiled("mlp", "aot_eager")
     wanted = whole(layer)
 
     found, waited = parts(layer)
 
-    assert same(found, wanted)
-    assert waited == []
+    assert (same(found, wanted), waited) == (True, [])
 
 
 def test_frozen_weights_and_other_shapes_have_halves_of_their_own():
-    layer = compiled(Mlp, aot_eager)
+    layer = compiled("mlp", aot_eager)
     assert parts(layer)[1] == MLP_NAMES
 
     layer.up.weight.requires_grad_(False)
@@ -313,7 +222,7 @@ def test_frozen_weights_and_other_shapes_have_halves_of_their_own():
 
 
 def test_several_forwards_wait_at_once():
-    layer = compiled(Mlp, aot_eager)
+    layer = compiled("mlp", aot_eager)
     wanted = whole(layer)
     layer.zero_grad()
     results = [begun(layer, inputs_of(layer)) for _ in range(2)]
@@ -326,7 +235,7 @@ def test_several_forwards_wait_at_once():
 
 
 def test_what_w_needs_is_told_and_freed():
-    layer = compiled(Mlp, aot_eager)
+    layer = compiled("mlp", aot_eager)
     deferred = run_input(*begun(layer, inputs_of(layer)))
     (block,) = deferred.entries
 
@@ -340,7 +249,7 @@ def test_what_w_needs_is_told_and_freed():
 
 
 def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
-    layer = compiled(Mlp, aot_eager)
+    layer = compiled("mlp", aot_eager)
     wanted = whole(layer)
     layer.zero_grad()
     deferred = run_input(*begun(layer, inputs_of(layer)))
@@ -351,31 +260,20 @@ def test_w_computes_in_the_types_of_the_forward_whatever_is_cast_around_it():
 
 
 def test_what_w_needs_must_not_be_changed_in_place():
-    layer = compiled(Mlp, aot_eager)
+    layer = compiled("mlp", aot_eager)
     deferred = run_input(*begun(layer, inputs_of(layer)))
     kept_by(deferred)[0].add_(1)
 
-    error = error_of(run_weight_part, deferred)
-
-    assert isinstance(error, PipelineError)
-    assert "was changed in place between I and W" in str(error)
+    with pytest.raises(PipelineError, match="was changed in place between I and W"):
+        run_weight_part(deferred)
 
 
 def test_a_backward_that_cannot_be_cut_stays_whole_and_says_so_once(told_warnings):
-    class Drawing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, features):
-            return features.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient + 0 * torch.rand_like(gradient)
-
-    class Layer(Custom):
-        def forward(self, features):
-            return Drawing.apply(super().forward(features))
-
-    layer = compiled(Layer, aot_eager)
+    drawing = function_of(
+        lambda ctx, features: features.clone(), lambda ctx, gradient: gradient + 0 * torch.rand_like(gradient)
+    )
+    layer = Using(lambda self, x: drawing.apply(self.product(x)), product=settle(product_of(Product), 0))
+    layer.compile(backend=aot_eager)
     (found, waited), _ = parts(layer), parts(layer)
 
     (told,) = told_warnings()
@@ -393,7 +291,7 @@ def test_halves_that_do_not_compile_are_run_as_the_whole(monkeypatch, told_warni
         return compile_half(block, half)
 
     monkeypatch.setattr(BlockBackward, "_compile", failing)
-    layer = compiled(Mlp, aot_eager)
+    layer = compiled("mlp", aot_eager)
     first, second = parts(layer), parts(layer)
 
     (told,) = told_warnings()
@@ -403,7 +301,7 @@ def test_halves_that_do_not_compile_are_run_as_the_whole(monkeypatch, told_warni
 
 
 def test_an_output_that_takes_no_part_has_no_gradients():
-    layer = compiled(Mlp, aot_eager)
+    layer = compiled("mlp", aot_eager)
     outputs = layer(inputs_of(layer))
     block = find_compiled_block(outputs.grad_fn, WeightGraph())
 
@@ -415,7 +313,7 @@ def test_an_output_that_takes_no_part_has_no_gradients():
 
 
 def test_a_copy_of_a_layer_shares_the_halves():
-    layer = compiled(Mlp, aot_eager)
+    layer = compiled("mlp", aot_eager)
     other = copy.deepcopy(layer)
     other.compile(backend=aot_eager)
 

@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -13,19 +12,21 @@ import penstock as ps
 from penstock.errors import PipelineError
 from penstock.execute.lost_device import living_instances
 from penstock.execute.split.custom_function import CustomFunction
-from tests.execute.split.test_deferred_weights import (
-    any_size,
-    assert_same,
-    in_two_parts,
-    left_by_input_part,
-    two_parts,
-)
-from tests.execute.stages.test_split_backward import Product
-from tests.support.local_pipelines import settle, values
+from tests.execute.split.test_deferred_weights import any_size, assert_same, in_two_parts, left_by_input_part, two_parts
+from tests.support.local_pipelines import WIDTH, settle, values
 from tests.support.one_stage import run_weight_part
+from tests.support.using import AskingProduct, Product, between, products
 
-WIDTH = 6
 RUNS = []
+
+
+def hidden():
+    return values(1, 2, 3, WIDTH).requires_grad_()
+
+
+def settled(use):
+    """Return a layer that calls a function of activations and its own weights between two linear layers."""
+    return settle(between(use), 1)
 
 
 def seasoned(module, inputs):
@@ -37,8 +38,10 @@ def seasoned(module, inputs):
     return plan
 
 
-def rows(tensor):
-    return tensor.flatten(0, -2)
+def wanted(ctx, gradient, *operands):
+    """Return those gradients of a product that are wanted."""
+    of_hidden, of_weight = products(gradient, *operands)
+    return of_hidden if ps.wants_input_gradient(ctx) else None, of_weight if ps.wants_weight_gradient(ctx) else None
 
 
 class Linear(torch.autograd.Function):
@@ -60,18 +63,16 @@ class Linear(torch.autograd.Function):
             of_hidden = gradient @ weight
         if ps.wants_weight_gradient(ctx):
             RUNS.append("weight")
-            of_weight = rows(gradient).t() @ rows(hidden)
-            of_bias = rows(gradient).sum(0) if ctx.needs_input_grad[3] else None
+            rows = gradient.flatten(0, -2)
+            of_weight = rows.t() @ hidden.flatten(0, -2)
+            of_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
         return None, of_hidden, of_weight, of_bias
 
 
 class OnlyOnce(Linear):
     """The same, differentiable once."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return Linear.backward(ctx, gradient)
+    backward = staticmethod(once_differentiable(Linear.backward))
 
 
 class NewStyle(torch.autograd.Function):
@@ -92,9 +93,7 @@ class NewStyle(torch.autograd.Function):
         (output,), (hidden, weight) = ctx.saved_tensors, ctx.operands
         gradient = gradient * (1 - output**2) + of_sum[..., None]
         RUNS.append([part for part in ("input", "weight") if getattr(ps, f"wants_{part}_gradient")(ctx)])
-        of_hidden = gradient @ weight.t() if ps.wants_input_gradient(ctx) else None
-        of_weight = rows(hidden).t() @ rows(gradient) if ps.wants_weight_gradient(ctx) else None
-        return of_hidden, of_weight, None
+        return *wanted(ctx, gradient, hidden, weight), None
 
 
 class Unmaterialized(torch.autograd.Function):
@@ -111,27 +110,23 @@ class Unmaterialized(torch.autograd.Function):
         hidden, *weights = ctx.saved_tensors
         of_hidden, of_weights = None, [None, None]
         for place, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
-            if gradient is not None and ps.wants_input_gradient(ctx):
-                part = gradient @ weight.t()
-                of_hidden = part if of_hidden is None else of_hidden + part
-            if gradient is not None and ps.wants_weight_gradient(ctx):
-                of_weights[place] = rows(hidden).t() @ rows(gradient)
+            if gradient is not None:
+                part, of_weights[place] = wanted(ctx, gradient, hidden, weight)
+                of_hidden = part if of_hidden is None or part is None else of_hidden + part
         return of_hidden, *of_weights
 
 
-class Wrong(torch.autograd.Function):
+class Wrong(Product):
     """Asks, and computes everything all the same; its gradients have to be summed to the shape of the bias."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias):
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight + bias
+        return Product.forward(ctx, hidden, weight) + bias
 
     @staticmethod
     def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
         ps.wants_weight_gradient(ctx)
-        return gradient @ weight.t(), rows(hidden).t() @ rows(gradient), gradient
+        return *Product.backward(ctx, gradient), gradient
 
 
 class Silent(Product):
@@ -143,38 +138,14 @@ class Silent(Product):
         return Product.backward(ctx, gradient)
 
 
-class Own(nn.Module):
-    """Calls a function of activations and its own weights between two linear layers."""
-
-    def __init__(self, use):
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(2))
-        self.bias = nn.Parameter(torch.empty(WIDTH))
-        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.use = use
-
-    def forward(self, hidden):
-        return self.after(torch.tanh(self.use(self, self.before(hidden))))
-
-
-class Automatic(torch.autograd.Function):
+class Automatic(AskingProduct):
     """Runs under autocast as torch has it for custom functions."""
 
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
-        of_hidden = gradient @ weight.t() if ps.wants_input_gradient(ctx) else None
-        return of_hidden, rows(hidden).t() @ rows(gradient) if ps.wants_weight_gradient(ctx) else None
+    forward = staticmethod(torch.amp.custom_fwd(Product.forward, device_type="cpu", cast_inputs=torch.bfloat16))
+    backward = staticmethod(torch.amp.custom_bwd(AskingProduct.backward, device_type="cpu"))
 
 
-class Mapped(torch.autograd.Function):
+class Mapped(AskingProduct):
     """Runs under vmap, which makes a new function of it in each forward."""
 
     generate_vmap_rule = True
@@ -187,12 +158,6 @@ class Mapped(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
-        of_hidden = gradient @ weight.t() if ps.wants_input_gradient(ctx) else None
-        return of_hidden, hidden.t() @ gradient if ps.wants_weight_gradient(ctx) else None
-
 
 def under_autocast(self, hidden):
     with torch.autocast("cpu", torch.bfloat16):
@@ -200,7 +165,7 @@ def under_autocast(self, hidden):
 
 
 def recomputed(self, hidden):
-    return checkpoint(lambda x: Linear.apply(2, x, self.first, self.bias), hidden, use_reentrant=False)
+    return checkpoint(lambda x: Linear.apply(2, x, self.first, self.vector), hidden, use_reentrant=False)
 
 
 def with_both_outputs(self, hidden):
@@ -208,23 +173,21 @@ def with_both_outputs(self, hidden):
     return one * two[..., None]
 
 
-def frozen(self, hidden):
-    return Linear.apply(2, hidden, self.first.detach(), self.bias)
-
-
 USES = {
-    "linear": lambda self, x: Linear.apply(2, x, self.first, self.bias),
+    "linear": lambda self, x: Linear.apply(2, x, self.first, self.vector),
     "without bias": lambda self, x: Linear.apply(2, x, self.first, None),
-    "differentiable once": lambda self, x: OnlyOnce.apply(2, x, self.first, self.bias),
-    "a weight made of parameters": lambda self, x: Linear.apply(2, x, torch.tanh(self.first) @ self.second, self.bias),
-    "twice": lambda self, x: Linear.apply(3, Linear.apply(2, x, self.first, self.bias), self.first, self.bias),
+    "differentiable once": lambda self, x: OnlyOnce.apply(2, x, self.first, self.vector),
+    "a weight made of parameters": lambda self, x: Linear.apply(
+        2, x, torch.tanh(self.first) @ self.second, self.vector
+    ),
+    "twice": lambda self, x: Linear.apply(3, Linear.apply(2, x, self.first, self.vector), self.first, self.vector),
     "two outputs": with_both_outputs,
     "one of two outputs": lambda self, x: NewStyle.apply(x, self.first, None)[0],
     "without zeros": lambda self, x: sum(Unmaterialized.apply(x, self.first, self.second)),
     "without zeros, one of two outputs": lambda self, x: Unmaterialized.apply(x, self.first, self.second)[1],
-    "a frozen weight": frozen,
-    "a bias that is used elsewhere too": lambda self, x: Linear.apply(2, x, self.first, self.bias) + self.bias,
-    "inputs without gradient": lambda self, x: Linear.apply(2, x.detach(), self.first, self.bias) + x,
+    "a frozen weight": lambda self, x: Linear.apply(2, x, self.first.detach(), self.vector),
+    "a bias that is used elsewhere too": lambda self, x: Linear.apply(2, x, self.first, self.vector) + self.vector,
+    "inputs without gradient": lambda self, x: Linear.apply(2, x.detach(), self.first, self.vector) + x,
     "under autocast": under_autocast,
     "under vmap": lambda self, x: torch.vmap(Mapped.apply, (0, None))(x, self.first),
     "recomputed": recomputed,
@@ -232,15 +195,10 @@ USES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_notes():
-    RUNS.clear()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", USES)
 def test_both_parts_are_the_whole_backward_bit_for_bit(name, dtype):
-    assert_same(settle(Own(USES[name]), 1).to(dtype), values(1, 2, 3, WIDTH, dtype=dtype))
+    assert_same(settled(USES[name]).to(dtype), values(1, 2, 3, WIDTH, dtype=dtype))
 
 
 def notes_of(run):
@@ -264,7 +222,7 @@ def notes_of(run):
     ],
 )
 def test_each_part_computes_its_half(name, early, late):
-    module, inputs = settle(Own(USES[name]), 1), values(1, 2, 3, WIDTH).requires_grad_()
+    module, inputs = settled(USES[name]), hidden()
 
     run_input, run_weight = two_parts(module, inputs, seasoned(module, inputs))
 
@@ -275,22 +233,17 @@ def test_a_function_is_known_to_ask_from_the_next_step_on():
     class New(Linear):
         """One that has not run yet."""
 
-    module = settle(Own(lambda self, x: New.apply(2, x, self.first, self.bias)), 1)
-    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), any_size()
-    found, settled = [], []
+    module = settled(lambda self, x: New.apply(2, x, self.first, self.vector))
+    found, plan = [], any_size()
     for _ in range(3):
-        run_input, run_weight = two_parts(module, inputs, plan)
-        found.append((notes_of(run_input), notes_of(run_weight)))
-        settled.append(plan.is_settled)
+        run_input, run_weight = two_parts(module, hidden(), plan)
+        found.append((notes_of(run_input), notes_of(run_weight), plan.is_settled))
 
-    assert found == [(["input", "weight"], []), *[(["input"], ["weight"])] * 2]
-    assert settled == [False, True, True]
+    assert found == [(["input", "weight"], [], False), *[(["input"], ["weight"], True)] * 2]
 
 
 def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once(told_warnings):
-    module = settle(Own(lambda self, x: Wrong.apply(x, self.first, self.bias)), 1)
-
-    assert_same(module, values(1, 2, 3, WIDTH))
+    assert_same(settled(lambda self, x: Wrong.apply(x, self.first, self.vector)), values(1, 2, 3, WIDTH))
 
     texts = told_warnings()
     assert len(texts) == 3
@@ -303,10 +256,9 @@ def test_a_gradient_that_was_not_wanted_is_dropped_and_said_once(told_warnings):
 
 
 def test_functions_that_each_forward_makes_anew_are_forgotten():
-    module, inputs = settle(Own(USES["under vmap"]), 1), values(1, 2, 3, WIDTH).requires_grad_()
-    plan = any_size()
+    module, plan = settled(USES["under vmap"]), any_size()
     for _ in range(4):
-        in_two_parts(module, inputs, plan)
+        in_two_parts(module, hidden(), plan)
 
     gc.collect()
     functions = living_instances(type(Mapped))
@@ -315,14 +267,13 @@ def test_functions_that_each_forward_makes_anew_are_forgotten():
 
 def left_for_w(module):
     """Return what a backward leaves for W by a plan that knows the module, and the function in it."""
-    inputs = values(1, 2, 3, WIDTH).requires_grad_()
-    deferred = left_by_input_part(module, inputs, seasoned(module, inputs))
+    deferred = left_by_input_part(module, hidden(), seasoned(module, hidden()))
     (function,) = [each for each in deferred.entries if isinstance(each, CustomFunction)]
     return deferred, function
 
 
 def test_what_is_kept_for_w_is_known_and_freed():
-    module = settle(Own(USES["two outputs"]), 1)
+    module = settled(USES["two outputs"])
     run_weight_part(left_for_w(module)[0])
     gc.collect()
     gc.disable()
@@ -340,8 +291,7 @@ def test_what_is_kept_for_w_is_known_and_freed():
 
 
 def test_a_saved_tensor_that_is_changed_in_place_before_w_is_named():
-    module = settle(Own(lambda self, x: Linear.apply(2, x.detach() + x, self.first, self.bias)), 1)
-    deferred, function = left_for_w(module)
+    deferred, function = left_for_w(settled(lambda self, x: Linear.apply(2, x.detach() + x, self.first, self.vector)))
     function.ctx.saved_tensors[0].add_(1)
 
     with pytest.raises(PipelineError, match=r"Linear: a tensor of shape \(2, 3, 6\) .* at version 1, expected 0"):
@@ -358,17 +308,8 @@ class Short(Linear):
 
 
 def test_too_few_gradients_are_counted():
-    module = settle(Own(lambda self, x: Short.apply(2, x, self.first, self.bias)), 1)
-    inputs, plan = values(1, 2, 3, WIDTH).requires_grad_(), any_size()
-    in_two_parts(module, inputs, plan)  # from the next step on it is known to ask
+    module, plan = settled(lambda self, x: Short.apply(2, x, self.first, self.vector)), any_size()
+    in_two_parts(module, hidden(), plan)  # from the next step on it is known to ask
 
     with pytest.raises(PipelineError, match=r"Short.backward: in the `W` .* returned 1 gradients, expected 4"):
-        in_two_parts(module, inputs, plan)
-
-
-def test_hooks_of_parameters_see_one_gradient():
-    module, inputs, seen = settle(Own(USES["twice"]), 1), values(1, 2, 3, WIDTH).requires_grad_(), []
-    module.first.register_hook(lambda gradient: seen.append(gradient))
-    in_two_parts(module, inputs, seasoned(module, inputs))
-
-    assert len(seen) == 3
+        in_two_parts(module, hidden(), plan)

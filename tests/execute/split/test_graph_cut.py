@@ -83,23 +83,15 @@ def test_both_halves_return_the_bits_of_the_whole_and_run_no_operation_twice_but
         assert all(torch.equal(found[place], each) for place, each in wanted)
 
 
-def test_work_for_a_weight_alone_waits_for_w_and_what_both_need_is_computed_in_i():
-    _, alone = cut_of(of_linear)
-    _, shared = cut_of(of_two)
+def test_work_for_a_weight_alone_waits_for_w_and_takes_what_both_need_but_no_view_of_it():
+    (_, alone), (_, shared), (_, in_both) = map(cut_of, (of_linear, of_two, of_view))
 
     assert operations(alone.input_half.module) == {"aten.mm.default": 1, "aten.sum.dim_IntList": 1}
     assert operations(alone.weight_half.module) == {"aten.tanh.default": 1, "aten.mm.default": 1}
     assert operations(shared.weight_half.module) == {"aten.mm.default": 1}
     assert alone.num_multiplications == shared.num_multiplications == ROWS * WIDTH * WIDTH
-
-
-def test_the_weight_half_takes_no_view_but_what_it_is_a_view_of():
-    _, alone = cut_of(of_linear)
-    _, shared = cut_of(of_two)
-    _, in_both = cut_of(of_view)
-
-    assert (list(in_both.weight_half.inputs), in_both.weight_half.extras) == ([0, 2], [])
-    assert (list(alone.weight_half.inputs), alone.weight_half.extras) == ([0, 2], [])
+    for cut in (alone, in_both):
+        assert (list(cut.weight_half.inputs), cut.weight_half.extras) == ([0, 2], [])
     assert [tuple(each.shape) for each in shared.weight_half.extras] == [(ROWS, WIDTH)]  # not transposed
     assert list(shared.weight_half.inputs) == [0]
 

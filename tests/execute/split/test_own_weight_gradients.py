@@ -1,6 +1,9 @@
 """Layers that compute their weight gradients later by themselves: in W, in order, and once."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -8,14 +11,15 @@ from torch import nn
 
 from penstock.errors import ConfigError, PipelineError, ScheduleError
 from penstock.execute.split.own_weight_gradients import WEIGHT_GRADIENTS, OwnWeightGradients, fused_layers
-from penstock.ir.action import Action, Kind
-from penstock.ir.schedule import Schedule
 from penstock.moving.dualpipe import WeightGradStore
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
+from tests.execute.test_run import drawn
 from tests.support.local_pipelines import (
+    NEARLY,
     WIDTH,
     Task,
+    assert_errors,
     difference,
     error_of,
     on_ranks,
@@ -26,6 +30,7 @@ from tests.support.local_pipelines import (
     zero,
 )
 from tests.support.own_weight_gradients import Adding, Building, Closing, Fused, Plain, layers_of
+from tests.support.using import Using
 
 KINDS = (Fused, Adding, Closing, Building)
 SCHEDULES = ("1f1b", "zb-h1", "dualpipe", "zbv", "interleaved-zb", "dualpipe-v")
@@ -45,26 +50,24 @@ def test_gradients_are_those_of_plain_layers_on_one_process(kind, schedule):
 
     outcomes = on_ranks(2, run_task, task_of(kind, torch.float64), schedule, 4)
 
-    assert difference(outcomes, reference, tolerance=1e-12, loss_tolerance=1e-12) == []
+    assert difference(outcomes, reference, **NEARLY) == []
 
 
 def hooked_gradients(kind, schedule):
     """Return what hooks of the weights see in a step of one rank; torch calls them with None, too."""
-    layers = layers_of(kind, 2)
-    seen = {0: [], 1: []}
-    for index, layer in enumerate(layers):
-        layer.weight.register_hook(lambda gradient, index=index: seen[index].append(gradient))
+    layers, seen = layers_of(kind, 2), ([], [])
+    for layer, gradients in zip(layers, seen, strict=True):
+        layer.weight.register_hook(gradients.append)
     task = Task(lambda: layers, (values(1, 4, WIDTH),), values(2, 4, WIDTH))
     on_ranks(1, run_task, task, schedule, 2)
-    return {index: [each for each in gradients if each is not None] for index, gradients in seen.items()}
+    return [[each for each in gradients if each is not None] for gradients in seen]
 
 
 def test_hooks_see_each_gradient_of_a_fused_layer_once():
     found, expected = hooked_gradients(Fused, "zb-h1"), hooked_gradients(Plain, "1f1b")
 
-    for index, gradients in expected.items():
-        assert len(found[index]) == len(gradients) == 2
-        assert all(map(torch.equal, found[index], gradients))
+    assert [len(gradients) for gradients in expected] == [2, 2]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +83,7 @@ def test_they_are_computed_in_w_and_in_a_whole_backward_at_once(kind, monkeypatc
         "tests.support.own_weight_gradients.weight_gradient", lambda g, x: seen.append("W") or g.t() @ x
     )
 
-    on_ranks(1, run_task, task_of(Seen, rows=2, num_layers=1), two_then_two(), 2)
+    on_ranks(1, run_task, task_of(Seen, rows=2, num_layers=1), IN_ORDER, 2)
     assert seen == ["I", "I", "W", "W"]
 
     seen.clear()
@@ -88,57 +91,33 @@ def test_they_are_computed_in_w_and_in_a_whole_backward_at_once(kind, monkeypatc
     assert seen == ["I", "W", "I", "W"]
 
 
-def two_then_two(*, is_swapped=False):
-    """One stage: both input gradients, then both weight gradients."""
-    order = [
-        Action(Kind.FORWARD, 0, 0),
-        Action(Kind.FORWARD, 0, 1),
-        Action(Kind.BACKWARD_INPUT, 0, 0),
-        Action(Kind.BACKWARD_INPUT, 0, 1),
-        Action(Kind.BACKWARD_WEIGHT, 0, 1 if is_swapped else 0),
-        Action(Kind.BACKWARD_WEIGHT, 0, 0 if is_swapped else 1),
-    ]
-    return Schedule.from_actions("two then two", Placement.line(1), [order], num_microbatches=2)
+IN_ORDER, SWAPPED = (drawn(Placement.line(1), f"0F0 0F1 0I0 0I1 {weights}") for weights in ("0W0 0W1", "0W1 0W0"))
+"""One stage: both input gradients, then both weight gradients."""
 
 
 def test_a_schedule_that_breaks_the_order_of_queues_is_refused_by_both_actions_before_a_step():
-    def case(transport):
-        return error_of(
-            Pipeline, layers_of(Fused, 1), two_then_two(is_swapped=True), loss=square_loss, transport=transport
-        )
+    error = error_of(Pipeline, layers_of(Fused, 1), SWAPPED, loss=square_loss)
 
-    (error,) = on_ranks(1, case)
-
-    assert isinstance(error, ScheduleError)
-    assert "0W1" in str(error)
-    assert "0I0" in str(error)
+    assert_errors([error], ScheduleError, "0W1", "0I0")
 
 
-@pytest.mark.parametrize("kind", [Closing, Building])
-def test_closures_run_in_any_order(kind):
-    task = task_of(kind, torch.float64, rows=4, num_layers=2)
-    reference = task_of(Plain, torch.float64, rows=4, num_layers=2).reference(2)
+class Off(Fused):
+    """A fused layer whose queue is off."""
 
-    outcomes = on_ranks(1, run_task, task, two_then_two(is_swapped=True), 2)
+    def keep(self, gradient, features):
+        self.weight.grad = gradient.t() @ features + (0 if self.weight.grad is None else self.weight.grad)
 
-    assert difference(outcomes, reference, tolerance=1e-12, loss_tolerance=1e-12) == []
+    def need_backward_dw(self):
+        return False
 
 
-def test_a_fused_layer_whose_queue_is_off_takes_part_in_any_order():
-    class Off(Fused):
-        def keep(self, gradient, features):
-            self.weight.grad = gradient.t() @ features + (0 if self.weight.grad is None else self.weight.grad)
+@pytest.mark.parametrize("kind", [Closing, Building, Off])
+def test_closures_and_layers_whose_queue_is_off_take_part_in_any_order(kind):
+    task, plain = (task_of(each, torch.float64, rows=4, num_layers=2) for each in (kind, Plain))
 
-        def need_backward_dw(self):
-            return False
+    outcomes = on_ranks(1, run_task, task, SWAPPED, 2)
 
-    reference = task_of(Plain, torch.float64, rows=4, num_layers=1).reference(2)
-
-    outcomes = on_ranks(
-        1, run_task, task_of(Off, torch.float64, rows=4, num_layers=1), two_then_two(is_swapped=True), 2
-    )
-
-    assert difference(outcomes, reference, tolerance=1e-12, loss_tolerance=1e-12) == []
+    assert difference(outcomes, plain.reference(2), **NEARLY) == []
 
 
 @pytest.mark.parametrize("kind", [Fused, Building])
@@ -159,43 +138,28 @@ def test_main_gradients_miss_none_of_them(kind, schedule):
             assert torch.allclose(gradient, expected[name], atol=1e-6)
 
 
-class Hooked(nn.Module):
-    """Has a function called in the backward."""
-
-    def __init__(self, hook):
-        super().__init__()
-        self.hook = hook
-
-    def forward(self, features):
-        features = features * 1.0
-        if features.requires_grad:
-            features.register_hook(self.hook)
-        return features
+def hooked(self, features):
+    """Have a function called in the backward."""
+    features = features * 1.0
+    if features.requires_grad:
+        features.register_hook(self.hook)
+    return features
 
 
-def steps(transport, where):
-    """Return the errors of a step and of the next one, and the gradients of the latter; the first fails somewhere."""
-    failing = [where]
+def steps(transport, *failures):
+    """Return the errors of a step and of the next one, and the gradients of the latter; failures come in backwards."""
 
-    def fail_in(place):
-        if failing == [place]:
-            failing.clear()
-            raise ValueError(f"no {place}")
+    def hook(gradient):
+        if failing:
+            raise failing.pop()
 
-    def loss(output, target):
-        if float(target[0, 0]) == 1.0:
-            fail_in("loss of the second microbatch")
-        return square_loss(output, target)
-
-    first, last = layers_of(Fused, 2)
-    target = values(2, 4, WIDTH)
-    target[0, 0], target[2, 0] = 0.0, 1.0
-    pipeline = Pipeline([first, Hooked(lambda _: fail_in("backward")), last], "gpipe", 2, loss, transport=transport)
+    failing, (first, last) = [*failures], layers_of(Fused, 2)
+    pipeline = Pipeline([first, Using(hooked, hook=hook), last], "gpipe", 2, square_loss, transport=transport)
     errors = []
     for _ in range(2):
         zero(pipeline)
         try:
-            pipeline.step(values(1, 4, WIDTH), target=target)
+            pipeline.step(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
             errors.append(None)
         except PipelineError as error:
             errors.append(error)
@@ -205,32 +169,20 @@ def steps(transport, where):
 
 
 def test_what_a_failed_step_left_in_queues_is_thrown_away(monkeypatch):
-    put, taken = [], []
-    monkeypatch.setattr(Fused, "keep", lambda self, *entry: (put.append(entry), self.queue.append(entry)))
-    monkeypatch.setattr(OwnWeightGradients, "_take_entry", failing_first(OwnWeightGradients._take_entry, taken))
+    answers = chain([ValueError("no entry")], repeat(DEFAULT))
+    take = Mock(side_effect=answers, wraps=OwnWeightGradients._take_entry)
+    monkeypatch.setattr(OwnWeightGradients, "_take_entry", lambda *args: take(*args))
 
-    ((first, second, found),) = on_ranks(1, steps, "nowhere")
-    ((*_, expected),) = on_ranks(1, steps, "nowhere")
+    ((first, second, found),) = on_ranks(1, steps)
+    ((*_, expected),) = on_ranks(1, steps)
 
     assert "no entry" in str(first)
     assert second is None
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def failing_first(method, calls):
-    """The method, whose first call raises and leaves all as it is."""
-
-    def call(*args):
-        calls.append(args)
-        if len(calls) == 1:
-            raise ValueError("no entry")
-        return method(*args)
-
-    return call
-
-
 def test_after_a_failure_in_their_own_backward_nothing_runs_any_more():
-    ((first, second, _),) = on_ranks(1, steps, "backward")
+    ((first, second, _),) = on_ranks(1, steps, ValueError("no backward"))
 
     assert "no backward" in str(first)
     assert "would be added to later gradients" in str(second)
@@ -264,39 +216,34 @@ def test_a_closure_outside_of_a_split_backward_runs_at_once():
 
 
 def test_threads_that_autograd_runs_for_a_device_belong_to_the_backward_under_way():
-    waiting, calls = [], []
-
     def put():
-        calls.append(WEIGHT_GRADIENTS.enabled)
         WEIGHT_GRADIENTS.put(lambda: None)
+        return WEIGHT_GRADIENTS.enabled
 
-    with WEIGHT_GRADIENTS.waiting_in(waiting):
-        thread = threading.Thread(target=put)
-        thread.start()
-        thread.join()
+    waiting = []
+    with WEIGHT_GRADIENTS.waiting_in(waiting), ThreadPoolExecutor() as threads:
+        assert threads.submit(put).result()
 
-    assert calls == [True]
     assert len(waiting) == 1
 
 
 def test_a_rank_that_is_another_thread_keeps_its_closures_to_itself():
-    waiting, begun, over = [], threading.Event(), threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     def whole_backward():
         with WEIGHT_GRADIENTS.waiting_in(None):
             begun.set()
             over.wait(10)
 
-    thread = threading.Thread(target=whole_backward)
-    thread.start()
-    begun.wait(10)
-    with WEIGHT_GRADIENTS.waiting_in(waiting):
-        assert WEIGHT_GRADIENTS.enabled
-        with WEIGHT_GRADIENTS.waiting_in(None):  # a backward within it
-            assert not WEIGHT_GRADIENTS.enabled
-        assert WEIGHT_GRADIENTS.enabled
-    over.set()
-    thread.join()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(whole_backward)
+        begun.wait(10)
+        with WEIGHT_GRADIENTS.waiting_in([]):
+            assert WEIGHT_GRADIENTS.enabled
+            with WEIGHT_GRADIENTS.waiting_in(None):  # a backward within it
+                assert not WEIGHT_GRADIENTS.enabled
+            assert WEIGHT_GRADIENTS.enabled
+        over.set()
     assert not WEIGHT_GRADIENTS.enabled
     assert WEIGHT_GRADIENTS._running == {}
 
@@ -304,10 +251,8 @@ def test_a_rank_that_is_another_thread_keeps_its_closures_to_itself():
 def test_a_builder_that_is_none_is_refused():
     from penstock.moving.torch_pipelining import PipelineStage
 
-    error = error_of(PipelineStage, nn.Identity(), 0, 1, dw_builder=3)
-
-    assert isinstance(error, ConfigError)
-    assert "dw_builder" in str(error)
+    with pytest.raises(ConfigError, match="dw_builder"):
+        PipelineStage(nn.Identity(), 0, 1, dw_builder=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

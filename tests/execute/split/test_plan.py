@@ -8,14 +8,8 @@ from penstock.execute.split.plan import Shown, plan_from
 BORDER = 100
 
 
-class Asks:
-    """A function that has asked."""
-
-    _penstock_asks = True
-
-
-class IsSilent:
-    """One that has not."""
+ASKS, SILENT = type("Asks", (), {"_penstock_asks": True}), type("Silent", (), {})
+"""Functions of which one has asked."""
 
 
 def shown(**options):
@@ -26,7 +20,7 @@ def shown(**options):
     ("found", "expected"),
     [
         (shown(), {"small": {1}}),
-        (shown(functions={Asks, IsSilent}), {"asking": {Asks}, "finds_branches": True}),
+        (shown(functions={ASKS, SILENT}), {"asking": {ASKS}, "finds_branches": True}),
         (shown(), {"finds_branches": False, "searches": True}),
         (shown(has_branches=True), {"finds_branches": True}),
         (Shown(is_measured=True, sizes={1: 50}), {"searches": False, "finds_branches": False}),

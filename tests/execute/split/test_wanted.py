@@ -6,23 +6,18 @@ import torch
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.execute.split.wanted import BackwardHalf, asks, want
+from tests.support.using import function_of
 
 
 def function():
     """One that has not run yet, and what it was answered."""
     seen = []
 
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, hidden):
-            return hidden * 2
+    def backward(ctx, gradient):
+        seen.append((ps.wants_input_gradient(ctx), ps.wants_weight_gradient(ctx)))
+        return gradient * 2
 
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append((ps.wants_input_gradient(ctx), ps.wants_weight_gradient(ctx)))
-            return gradient * 2
-
-    return Doubled, seen
+    return function_of(lambda ctx, hidden: hidden * 2, backward), seen
 
 
 @pytest.mark.parametrize(

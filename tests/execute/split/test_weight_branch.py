@@ -14,6 +14,7 @@ from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.split.wanted import wants_input_gradient, wants_weight_gradient
 from penstock.execute.split.weight_branch import WeightBranch
 from tests.exactness.features import Squared
+from tests.execute.split.test_custom_function import RUNS, notes_of, settled
 from tests.execute.split.test_deferred_weights import (
     any_size,
     assert_same,
@@ -22,11 +23,9 @@ from tests.execute.split.test_deferred_weights import (
     two_parts,
     whole,
 )
-from tests.support.local_pipelines import settle, values
+from tests.support.local_pipelines import WIDTH, is_same, settle, values
 from tests.support.one_stage import run_weight_part
-
-WIDTH = 6
-RUNS = []
+from tests.support.using import Product, Using, between, function_of, products, weights
 
 
 class Noted(Squared):
@@ -38,17 +37,12 @@ class Noted(Squared):
         return Squared.backward(ctx, gradient)
 
 
-class Halves(torch.autograd.Function):
-    """Two weights of one, from a function of the user's own."""
+def backward_of_halves(ctx, first, second):
+    RUNS.append("halves")
+    return first * 2 + second * 3
 
-    @staticmethod
-    def forward(ctx, weight):
-        return weight * 2, weight * 3
 
-    @staticmethod
-    def backward(ctx, first, second):
-        RUNS.append("halves")
-        return first * 2 + second * 3
+Halves = function_of(lambda ctx, weight: (weight * 2, weight * 3), backward_of_halves)
 
 
 class Choosy(torch.autograd.Function):
@@ -65,33 +59,13 @@ class Choosy(torch.autograd.Function):
         return first * 2 if second is None else first * 2 + second * 3
 
 
-class Looked(torch.autograd.Function):
-    """A product, as a function of the user's own: data come to it, but only the table gets a gradient."""
-
-    @staticmethod
-    def forward(ctx, hidden, table):
-        ctx.save_for_backward(hidden)
-        return hidden @ table
+class Looked(Product):
+    """Data come to it, but only the table gets a gradient."""
 
     @staticmethod
     def backward(ctx, gradient):
         RUNS.append(("looked", wants_input_gradient(ctx), wants_weight_gradient(ctx)))
-        (hidden,) = ctx.saved_tensors
-        return None, hidden.flatten(0, -2).t() @ gradient.flatten(0, -2)
-
-
-class Branching(nn.Module):
-    """Two linear layers, and a use of three weights of its own."""
-
-    def __init__(self, use):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(3))
-        self.vector = nn.Parameter(torch.empty(WIDTH))
-        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.use = use
-
-    def forward(self, hidden):
-        return self.after(torch.tanh(self.use(self, self.before(hidden))))
+        return None, products(gradient, *ctx.saved_tensors)[1]
 
 
 def mean(weight):
@@ -103,17 +77,9 @@ def two_of(self, hidden):
     return hidden * mean(one) + mean(two)
 
 
-def one_of(self, hidden):
-    return hidden * mean(Halves.apply(self.first)[0])
-
-
 def views_of(self, hidden):
     one, two, three = Noted.apply(self.first).chunk(3)
     return hidden * mean(one) + mean(two) * mean(three)
-
-
-def low_rank(self, hidden):
-    return hidden + (self.first[:, :2] @ self.second[:2])[0]
 
 
 def with_buffer(self, hidden):
@@ -150,9 +116,9 @@ USES = {
     "a branch within another": lambda self, x: x * mean(made := Noted.apply(self.first)) + mean(torch.tanh(made)),
     "cast": lambda self, x: x + mean(self.first.double()).to(x.dtype),
     "views alone": lambda self, x: x + self.first.t()[1] + self.vector.expand(2, WIDTH)[0],
-    "low rank": low_rank,
+    "low rank": lambda self, x: x + (self.first[:, :2] @ self.second[:2])[0],
     "two outputs": two_of,
-    "one of two outputs": one_of,
+    "one of two outputs": lambda self, x: x * mean(Halves.apply(self.first)[0]),
     "views of a branch": views_of,
     "with constants": with_buffer,
     "an entry within another branch": entered_within_another,
@@ -166,7 +132,7 @@ USES = {
 @pytest.mark.parametrize("needs_gradient", [True, False])
 @pytest.mark.parametrize("name", USES)
 def test_both_parts_are_the_whole_backward_bit_for_bit(name, needs_gradient):
-    assert_same(settle(Branching(USES[name]), 1), values(1, 2, 3, WIDTH), needs_gradient=needs_gradient)
+    assert_same(settled(USES[name]), values(1, 2, 3, WIDTH), needs_gradient=needs_gradient)
 
 
 NORMED = {
@@ -184,48 +150,41 @@ def test_parametrized_layers_have_the_same_gradients(name):
 def early_and_late(module, inputs, plan=None):
     """The notes that the two parts of a backward leave."""
     run_input, run_weight = two_parts(module, inputs, plan)
-    RUNS.clear()
-    run_input()
-    early = list(RUNS)
-    RUNS.clear()
-    run_weight()
-    return early, list(RUNS)
+    return notes_of(run_input), notes_of(run_weight)
+
+
+NUM_RUNS = {
+    "added": [0, 1],
+    "broadcast": [0, 1],
+    "through attention": [0, 1],
+    "behind a product": [0, 1],
+    "behind a product and added": [0, 2],
+    "one made weight in both": [0, 1],
+    "a branch and two products": [1, 0],
+    "a branch, a product, and a use in I": [1, 0],
+    "a branch within another": [0, 1],
+    "two outputs": [0, 1],
+    "one of two outputs": [0, 1],
+    "views of a branch": [0, 1],
+    "with constants": [0, 1],
+    "an entry within another branch": [1, 0],
+    "one of two outputs at the entry": [1, 0],
+    "both outputs at the entry": [0, 1],
+}
+"""How often the function of a use runs in I, and in W."""
 
 
 @pytest.mark.feature("X18")
 @pytest.mark.parametrize("needs_gradient", [True, False])
-@pytest.mark.parametrize(
-    ("name", "early", "late"),
-    [
-        ("added", 0, 1),
-        ("broadcast", 0, 1),
-        ("through attention", 0, 1),
-        ("behind a product", 0, 1),
-        ("behind a product and added", 0, 2),
-        ("one made weight in both", 0, 1),
-        ("a branch and two products", 1, 0),
-        ("a branch, a product, and a use in I", 1, 0),
-        ("a branch within another", 0, 1),
-        ("two outputs", 0, 1),
-        ("one of two outputs", 0, 1),
-        ("views of a branch", 0, 1),
-        ("with constants", 0, 1),
-        ("an entry within another branch", 1, 0),
-        ("one of two outputs at the entry", 1, 0),
-        ("both outputs at the entry", 0, 1),
-    ],
-)
-def test_a_branch_runs_in_w_unless_sums_would_change(name, needs_gradient, early, late):
-    module = settle(Branching(USES[name]), 1)
+@pytest.mark.parametrize("name", NUM_RUNS)
+def test_a_branch_runs_in_w_unless_sums_would_change(name, needs_gradient):
+    found = early_and_late(settled(USES[name]), values(1, 2, 3, WIDTH).requires_grad_(needs_gradient))
 
-    found = early_and_late(module, values(1, 2, 3, WIDTH).requires_grad_(needs_gradient))
-
-    assert [len(each) for each in found] == [early, late]
+    assert [len(each) for each in found] == NUM_RUNS[name]
 
 
 def test_a_function_of_data_that_leads_to_weights_alone_runs_in_w_once_it_has_asked():
-    module = settle(Branching(lambda self, x: Looked.apply(x.detach(), self.first) + x), 1)
-    plan = any_size()
+    module, plan = settled(lambda self, x: Looked.apply(x.detach(), self.first) + x), any_size()
 
     found = [early_and_late(module, values(1, 2, 3, WIDTH), plan) for _ in range(2)]
 
@@ -235,28 +194,21 @@ def test_a_function_of_data_that_leads_to_weights_alone_runs_in_w_once_it_has_as
 
 
 def test_hooks_see_each_gradient_once():
-    module, seen = settle(Branching(hooked), 1), []
-    module.seen = seen
+    module, found = settled(hooked), []
     for name, parameter in module.named_parameters():
-        parameter.register_hook(lambda gradient, name=name: seen.append((name, gradient.sum().item())))
-        parameter.register_post_accumulate_grad_hook(lambda each, name=name: seen.append((name, "accumulated")))
-    inputs = values(1, 2, 3, WIDTH).requires_grad_()
-    inputs.register_hook(lambda gradient: seen.append(("inputs", gradient.sum().item())))
-    whole(module, inputs)
-    expected, before = sorted(map(str, seen)), inputs.grad
-    retained = module.made.grad
-    gradients = [each.grad for each in module.parameters()]
-    module.zero_grad()
-    inputs.grad = None
-    seen.clear()
+        parameter.register_hook(lambda gradient, name=name: module.seen.append((name, gradient.sum().item())))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: module.seen.append((name, "accumulated")))
+    for run in (whole, in_two_parts):
+        module.seen, inputs = [], values(1, 2, 3, WIDTH).requires_grad_()
+        inputs.register_hook(lambda gradient: module.seen.append(("inputs", gradient.sum().item())))
+        module.zero_grad()
+        run(module, inputs)
+        gradients = [inputs.grad, module.made.grad, *(each.grad for each in module.parameters())]
+        found.append((sorted(map(str, module.seen)), gradients))
 
-    in_two_parts(module, inputs)
-
-    assert sorted(map(str, seen)) == expected
-    assert torch.equal(inputs.grad, before)
-    assert torch.equal(module.made.grad, retained)
-    found = [each.grad for each in module.parameters()]
-    assert all(torch.equal(*pair) for pair in zip(found, gradients, strict=True) if pair[0] is not None)
+    (expected, expected_gradients), (seen, gradients) = found
+    assert seen == expected
+    assert all(map(is_same, gradients, expected_gradients))
 
 
 def hooked(self, hidden):
@@ -267,16 +219,17 @@ def hooked(self, hidden):
 
 
 def test_a_function_that_wants_to_know_what_is_not_used_is_told():
-    module = settle(Branching(USES["one of two outputs at the entry"]), 1)
+    module = settled(USES["one of two outputs at the entry"])
 
     assert early_and_late(module, values(1, 2, 3, WIDTH).requires_grad_()) == ([[False, True]], [])
 
 
 @pytest.mark.parametrize("use", [lambda weight: weight, lambda weight: torch.tanh(weight)])
 def test_a_module_with_hooks_in_a_branch_calls_them_once(use):
-    module, calls = settle(parametrized(nn.LayerNorm(WIDTH)), 1), []
-    module.parametrizations.weight[0].register_full_backward_hook(lambda *args: calls.append(args[1][0].sum().item()))
-    adding = nn.Sequential(nn.Linear(WIDTH, WIDTH), Adding(module, use))
+    layer, power, calls = nn.LayerNorm(WIDTH), Using(lambda self, weight: Noted.apply(weight)), []
+    parametrize.register_parametrization(layer, "weight", power)
+    power.register_full_backward_hook(lambda *args: calls.append(args[1][0].sum().item()))
+    adding = nn.Sequential(nn.Linear(WIDTH, WIDTH), Using(lambda self, x: x + use(self.layer.weight), layer=layer))
 
     for run in (whole, in_two_parts):
         run(adding, values(1, 3, WIDTH).requires_grad_())
@@ -285,36 +238,12 @@ def test_a_module_with_hooks_in_a_branch_calls_them_once(use):
     assert calls[0] == calls[1]
 
 
-class Powered(nn.Module):
-    """A parametrization by a function of the user's own."""
-
-    def forward(self, weight):
-        return Noted.apply(weight)
-
-
-class Adding(nn.Module):
-    """Adds what is made of a layer's weight."""
-
-    def __init__(self, layer, use):
-        super().__init__()
-        self.layer, self.use = layer, use
-
-    def forward(self, hidden):
-        return hidden + self.use(self.layer.weight)
-
-
-def parametrized(layer):
-    parametrize.register_parametrization(layer, "weight", Powered())
-    return layer
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_branch_that_checkpointing_keeps_is_computed_in_i(use_reentrant):
-    class Recomputed(Branching):
-        def forward(self, hidden):
-            return checkpoint(super().forward, hidden, use_reentrant=use_reentrant)
-
-    module = settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), Recomputed(USES["added"])), 1)
+    recomputed = Using(
+        lambda self, x: checkpoint(self.layer, x, use_reentrant=use_reentrant), layer=between(USES["added"])
+    )
+    module = settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), recomputed), 1)
     expected = (["noted"], []) if not use_reentrant else ([], ["noted"])
 
     assert early_and_late(module, values(1, 3, WIDTH).requires_grad_()) == expected
@@ -323,22 +252,18 @@ def test_a_branch_that_checkpointing_keeps_is_computed_in_i(use_reentrant):
 
 
 def test_a_branch_keeps_its_gradient_and_what_it_saved_and_no_more():
-    module = settle(Branching(USES["added"]), 1)
-
-    deferred = left_by_input_part(module, values(1, 2, 3, WIDTH).requires_grad_())
-    branches = [each for each in deferred.entries if isinstance(each, WeightBranch)]
-    shapes = [tuple(each.shape) for each in branches[0].held_tensors]
+    deferred = left_by_input_part(settled(USES["added"]), values(1, 2, 3, WIDTH).requires_grad_())
+    (branch,) = [each for each in deferred.entries if isinstance(each, WeightBranch)]
+    shapes = [tuple(each.shape) for each in branch.held_tensors]
     run_weight_part(deferred)
 
     assert shapes == [(WIDTH,)]  # the weight that was saved is a parameter
-    assert len(branches) == 1
-    assert branches[0].held_tensors == []
-    assert branches[0].node is None
+    assert (branch.held_tensors, branch.node) == ([], None)
 
 
 def test_a_backward_comes_to_what_waits_in_one_order():
     """An embedding at the beginning leads to its table alone, and is handed over with the branches."""
-    module = settle(nn.Sequential(nn.Embedding(5, WIDTH), Branching(USES["added"])), 1)
+    module = settle(nn.Sequential(nn.Embedding(5, WIDTH), between(USES["added"])), 1)
     tokens = torch.tensor([[1, 2], [0, 4]])
 
     deferred = left_by_input_part(module, tokens)
@@ -349,48 +274,36 @@ def test_a_backward_comes_to_what_waits_in_one_order():
     assert_same(module, tokens)
 
 
-class Block(nn.Module):
-    """A product whose weight is all that its backward computes, if it comes first."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
-
-    def forward(self, hidden):
-        return torch.tanh(hidden @ self.weight)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [1, 2])
 def test_a_compiled_block_at_the_beginning_runs_its_input_half_next_to_a_branch(num_blocks):
     """Its weights are all that it leads to, so a backward that hands gradients over has no reason to come to it."""
     torch.compiler.reset()
-    blocks = [Block() for _ in range(num_blocks)]
-    module = settle(nn.Sequential(*blocks, Branching(USES["added"])), 1)
+    blocks = [weights(lambda self, x: torch.tanh(x @ self.first)) for _ in range(num_blocks)]
+    module = settle(nn.Sequential(*blocks, between(USES["added"])), 1)
     plan, other = any_size(), copy.deepcopy(module)
     for block in module[:num_blocks]:
         block.compile(backend=aot_eager)
     inputs = values(1, 2, 3, WIDTH)
     for _ in range(3):
         run_input, run_weight = two_parts(module, inputs, plan)
-        before = [copy.deepcopy(block.weight.grad) for block in blocks]
+        before = [copy.deepcopy(block.first.grad) for block in blocks]
         run_input()
-        after = [block.weight.grad for block in blocks]
+        after = [block.first.grad for block in blocks]
         assert all(one is two is None or torch.equal(one, two) for one, two in zip(before, after, strict=True))
         run_weight()
         whole(other, inputs)
-    other_gradients = [each.grad for each in other.parameters()]
 
-    assert plan.mechanisms(module.named_parameters())["0.weight"] == "compiled"
-    for one, two in zip([each.grad for each in module.parameters()], other_gradients, strict=True):
-        assert (one is None and two is None) or torch.allclose(one, two, rtol=1e-5, atol=1e-6)
+    assert plan.mechanisms(module.named_parameters())["0.first"] == "compiled"
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        assert one.grad is two.grad is None or torch.allclose(one.grad, two.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_what_does_not_pay_is_computed_in_i():
     found = []
     for use in (lambda self, x: x * torch.sigmoid(self.vector), USES["views alone"], USES["multiplied"]):
-        module = settle(Branching(use), 1)
-        plan, inputs = SplitPlanner(small=32 * WIDTH * WIDTH), values(1, 3, WIDTH).requires_grad_()
+        module, plan = settled(use), SplitPlanner(small=32 * WIDTH * WIDTH)
+        inputs = values(1, 3, WIDTH).requires_grad_()
         in_two_parts(module, inputs, plan)
         deferred = left_by_input_part(module, inputs, plan)
         found.append(len([each for each in deferred.entries if isinstance(each, WeightBranch)]))

@@ -8,18 +8,9 @@ from torch import nn
 
 from penstock.execute.split.weight_graph import WeightGraph, makes_weights, may_make_weights, num_multiplications
 from tests.support.local_pipelines import WIDTH, values
+from tests.support.using import function_of
 
-
-class Own(torch.autograd.Function):
-    """A function of the user's own."""
-
-    @staticmethod
-    def forward(ctx, *tensors):
-        return sum(tensors)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
+Own = function_of(lambda ctx, *tensors: sum(tensors), lambda ctx, gradient: (gradient, None))
 
 
 def weight(*shape):
