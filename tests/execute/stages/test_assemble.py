@@ -1,7 +1,5 @@
 """A rank builds the layers of its own stages and nothing else, and knows which parameters are one."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -11,36 +9,36 @@ from torch.nn.utils.parametrizations import weight_norm
 from penstock.errors import PartitionError, StepRefused
 from penstock.execute.stages.assemble import assemble, with_skips
 from penstock.execute.stages.skips import SkipPart
-from penstock.models import Skip
+from penstock.models import LayerSpec, Skip
 from penstock.pipeline import Pipeline
 from penstock.placement import Placement
-from tests.support.local_pipelines import WIDTH, Task, error_of, on_ranks, settle, square_loss, step_task, values
+from tests.support.local_pipelines import (
+    WIDTH,
+    Task,
+    assert_errors,
+    error_of,
+    on_ranks,
+    settle,
+    square_loss,
+    step_task,
+    values,
+)
 from tests.support.one_stage import OneStage
+from tests.support.using import Using
 
 CPU = torch.device("cpu")
 LINE = Placement.line(3)
 SLICES = (range(0, 1), range(1, 3), range(3, 4))
-
-
-@dataclass
-class Spec:
-    """A layer to be, which notes that it was built."""
-
-    name: str
-    built: list
-    width: int = WIDTH
-    tied: tuple = ()
-
-    def __call__(self):
-        self.built.append(self.name)
-        return nn.Linear(self.width, self.width)
+NAMES = ("in", "mid.0", "mid.1", "out")
 
 
 def specs(built=None, **changes):
-    found = [Spec(name, [] if built is None else built) for name in ("in", "mid.0", "mid.1", "out")]
-    for name, change in changes.items():
-        found = [Spec(s.name, s.built, **change) if s.name == name else s for s in found]
-    return found
+    """Return layers to be, which note that they are built; `changes` are those of the width and of ties, by name."""
+    return [spec(name, [] if built is None else built, **changes.get(name, {})) for name in NAMES]
+
+
+def spec(name, built, width=WIDTH, **options):
+    return LayerSpec(name, lambda: built.append(name) or nn.Linear(width, width), **options)
 
 
 def modules():
@@ -51,51 +49,34 @@ def put_together(layers, rank, placement=LINE, slices=SLICES, **options):
     return assemble(layers, placement, slices, rank, device=CPU, **options)
 
 
-@pytest.mark.feature("X28")
-def test_only_the_layers_of_the_own_stages_are_built():
+@pytest.mark.feature("X28", "F7")
+def test_only_the_layers_of_the_own_stages_are_built_and_know_their_places_in_the_model():
     built = []
 
-    assembly = put_together(specs(built), 1)
+    (stage,) = put_together(specs(built), 1).stages
+    first, last = put_together(modules(), 0, Placement.vee(2), [range(n, n + 1) for n in range(4)]).stages
 
-    assert built == ["mid.0", "mid.1"]
-    assert [list(stage.layers) for stage in assembly.stages] == [["mid.0", "mid.1"]]
-    assert [name for name, _ in assembly.stages[0].named_parameters()] == [
-        "mid.0.weight", "mid.0.bias", "mid.1.weight", "mid.1.bias",
-    ]  # fmt: skip
-
-
-def test_a_rank_with_several_stages_holds_them_in_order():
-    vee = Placement.vee(2)
-
-    assembly = put_together(modules(), 0, vee, tuple(range(stage, stage + 1) for stage in range(4)))
-
-    assert [(stage.index, list(stage.layers)) for stage in assembly.stages] == [(0, ["0"]), (3, ["3"])]
+    assert built == list(stage.layers) == ["mid.0", "mid.1"]
+    assert [name for name, _ in stage.named_parameters()] == [
+        f"{layer}.{name}" for layer in built for name in ("weight", "bias")
+    ]
+    places = [(each.index, each.first_layer, list(each.layers)) for each in (first, stage, last)]
+    assert places == [(0, 0, ["0"]), (1, 1, built), (3, 3, ["3"])]
 
 
-# ---- ties
+@pytest.mark.parametrize("is_one_object", [False, True], ids=["by pairs", "by object"])
+def test_every_rank_knows_the_group_and_holders_know_each_other(is_one_object):
+    layers, tied = modules(), [("3.weight", "0.weight")]
+    if is_one_object:
+        layers[3].weight, tied = layers[0].weight, []
 
-
-def tied_by_pairs():
-    return modules(), {"tied": [("3.weight", "0.weight")]}
-
-
-def tied_by_object():
-    layers = modules()
-    layers[3].weight = layers[0].weight
-    return layers, {}
-
-
-@pytest.mark.parametrize("make", [tied_by_pairs, tied_by_object])
-def test_every_rank_knows_the_group_and_holders_know_each_other(make):
-    layers, options = make()
-
-    assemblies = [put_together(layers, rank, **options) for rank in range(3)]
+    assemblies = [put_together(layers, rank, tied=tied) for rank in range(3)]
 
     assert [assembly.tied_groups for assembly in assemblies] == [((0, 2),)] * 3
     assert [list(assembly.tied_copies) for assembly in assemblies] == [[0], [], [0]]
-    assert list(assemblies[2].tied_copies[0].ranks) == [0, 2]
-    assert list(assemblies[2].tied_copies[0].parameters) == ["3.weight"]
-    assert assemblies[2].tied_copies[0].parameters["3.weight"] is layers[3].weight
+    copy = assemblies[2].tied_copies[0]
+    assert (list(copy.ranks), list(copy.parameters)) == ([0, 2], ["3.weight"])
+    assert copy.parameters["3.weight"] is layers[3].weight
     assert [set(assembly.owner_names) for assembly in assemblies] == [set(), set(), {"3.weight"}]
 
 
@@ -142,34 +123,23 @@ def test_a_rank_that_holds_a_parameter_twice_counts_once():
 @pytest.mark.parametrize(
     ("pair", "text"),
     [
-        (("4.weight", "0.weight"), "no layer has that prefix"),
-        (("3.wieght", "0.weight"), "'3.wieght' is tied but is no parameter"),
-        (("3.inner.weight", "0.weight"), "'3.inner.weight' is tied but is no parameter"),
-        (("3.training", "0.weight"), "'3.training' is tied but is no parameter"),
+        (("4.weight", "in.weight"), "no layer has that prefix"),
+        (("out.wieght", "in.weight"), "'out.wieght' is tied but is no parameter"),
+        (("out.inner.weight", "in.weight"), "'out.inner.weight' is tied but is no parameter"),
+        (("out.training", "in.weight"), "'out.training' is tied but is no parameter"),
+        (("mid.0.weight", "out.weight"), "'mid.0.weight' (3, 3) and 'out.weight' (6, 6)"),
     ],
 )
-def test_a_tie_to_nothing_is_refused(pair, text):
-    error = error_of(put_together, modules(), 2, tied=[pair])
+def test_a_tie_to_nothing_or_to_another_shape_is_refused(pair, text):
+    layers = specs(**{"mid.0": {"width": 3}})
 
-    assert isinstance(error, PartitionError)
-    assert text in str(error)
+    error = error_of(put_together, layers, 0, Placement.line(1), [range(4)], tied=[pair])
 
+    assert_errors([error], PartitionError, text)
 
-def test_parameters_of_different_shape_cannot_be_one():
-    layers = specs(**{"mid.1": {"width": 3}})
-
-    error = error_of(put_together, layers, 1, tied=[("mid.0.weight", "mid.1.weight")])
-
-    assert isinstance(error, PartitionError)
-    assert "'mid.0.weight' (6, 6) and 'mid.1.weight' (3, 3)" in str(error)
-
-
-# ---- copies of the model
 
 BOTH_WAYS = Placement.bidirectional(2)
 HALVES = (range(0, 2), range(2, 4)) * 2
-THREE_WAYS = Placement.bidirectional(3)
-THIRDS = (range(0, 1), range(1, 3), range(3, 4)) * 2
 
 
 def both_ways(layers, rank, **options):
@@ -192,7 +162,7 @@ def test_the_copies_of_a_stage_are_tied_as_a_whole():
 def test_copies_of_a_stage_on_one_rank_are_one_module_and_need_no_exchange():
     built = []
 
-    assembly = put_together(specs(built), 1, THREE_WAYS, THIRDS)
+    assembly = put_together(specs(built), 1, Placement.bidirectional(3), SLICES * 2)
 
     assert built == ["mid.0", "mid.1"]
     first, second = assembly.stages
@@ -202,33 +172,15 @@ def test_copies_of_a_stage_on_one_rank_are_one_module_and_need_no_exchange():
     assert assembly.tied_copies == {}
 
 
-def test_modules_of_both_copies_are_used_in_place_where_ranks_are_processes():
-    layers = modules()
-
-    first, second = both_ways(layers, 0).stages
-
-    assert [*first.layers.values(), *second.layers.values()] == layers
-
-
 def test_the_second_copy_is_a_deep_copy_where_ranks_may_hold_the_very_same_modules():
     layers = modules()
+    layers[3] = layers[2]
 
     first, second = both_ways(layers, 0, shares_modules=True).stages
 
     assert list(first.layers.values()) == layers[:2]
-    for name, layer in second.layers.items():
-        assert layer is not layers[int(name)]
-        assert torch.equal(layer.weight, layers[int(name)].weight)
-
-
-def test_deep_copies_go_on_sharing_what_they_share():
-    layers = modules()
-    layers[3] = layers[2]
-
-    _, second = both_ways(layers, 0, shares_modules=True).stages
-
-    assert second.layers["3"] is second.layers["2"]
-    assert second.layers["3"] is not layers[2]
+    assert second.layers["3"] is second.layers["2"] is not layers[2]  # copies go on sharing what they share
+    assert torch.equal(second.layers["2"].weight, layers[2].weight)
 
 
 def test_a_tied_parameter_and_its_copies_are_one_group():
@@ -272,24 +224,18 @@ def test_what_a_copied_module_shares_with_another_of_its_rank_is_one_object():
     assert own["2"].bias is own["1"].bias is layers[1].bias
 
 
-class TwoUses(nn.Module):
-    """Holds one parameter under two names, the later one in the alphabet first."""
-
-    def __init__(self):
-        super().__init__()
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.first.weight = self.second.weight
-
-    def forward(self, hidden):
-        return self.first(torch.tanh(self.second(hidden)))
+def two_uses():
+    """Hold one parameter under two names, the later one in the alphabet first."""
+    second, first = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    first.weight = second.weight
+    return Using(lambda self, x: self.first(torch.tanh(self.second(x))), second=second, first=first)
 
 
 WRAPPED_TIES = {
     "checkpoint wrapper": (lambda: checkpoint_wrapper(nn.Linear(WIDTH, WIDTH, bias=False)), "3.weight"),
     "compiled": (lambda: torch.compile(nn.Linear(WIDTH, WIDTH, bias=False), backend="eager"), "3.weight"),
-    "held twice": (TwoUses, "3.first.weight"),
-    "held twice, by the other name": (TwoUses, "3.second.weight"),
+    "held twice": (two_uses, "3.first.weight"),
+    "held twice, by the other name": (two_uses, "3.second.weight"),
 }
 
 
@@ -326,20 +272,37 @@ def test_a_tie_reaches_every_use_within_a_layer(wrapped, schedule):
     assert set(counted + others) == {own for own in expected if not own.startswith("3.")}
 
 
-def test_a_module_that_cannot_be_copied_says_what_to_do():
+def holding_a_result(layer):
+    layer.cached = layer.weight.sum()  # torch copies no results of computations
+    return layer
+
+
+def hooked(layer):
+    layer.weight.register_hook(lambda gradient: gradient / 2)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("wrap", "text"),
+    [
+        (holding_a_result, r"layer '2' cannot be copied .* give a callable that builds the layer"),
+        # It hands `__deepcopy__` on.
+        (
+            lambda layer: nn.Sequential(checkpoint_wrapper(weight_norm(layer))),
+            r"layer '2' loses a CheckpointWrapper when it is copied, .* callable",
+        ),
+        (hooked, "layer '2' has parameters with hooks, which a copy would lose"),
+    ],
+    ids=["a result", "a wrapper", "hooks"],
+)
+def test_a_module_that_cannot_be_copied_whole_is_refused_and_else_used_in_place(wrap, text):
     layers = modules()
-    layers[2].cached = layers[2].weight.sum()  # torch copies no results of computations
+    layers[2] = wrap(layers[2])
 
-    with pytest.raises(PartitionError, match=r"layer '2' cannot be copied .* give a callable that builds the layer"):
+    with pytest.raises(PartitionError, match=text):
         both_ways(layers, 0, shares_modules=True)
-
-
-def test_a_wrapper_that_a_copy_loses_is_refused():
-    layers = modules()
-    layers[2] = nn.Sequential(checkpoint_wrapper(weight_norm(layers[2])))  # it hands `__deepcopy__` on
-
-    with pytest.raises(PartitionError, match=r"layer '2' loses a CheckpointWrapper when it is copied, .* callable"):
-        both_ways(layers, 0, shares_modules=True)
+    first, second = both_ways(layers, 0).stages
+    assert [*first.layers.values(), *second.layers.values()] == layers
 
 
 @pytest.mark.parametrize(
@@ -363,59 +326,40 @@ def test_layers_of_all_kinds_are_copied(wrap):
     assert [name for name, _ in copied.named_modules()] == [name for name, _ in layers[2].named_modules()]
 
 
-def test_a_module_whose_copy_would_lose_hooks_is_refused():
-    layers = modules()
-    layers[2].weight.register_hook(lambda gradient: gradient / 2)
-
-    with pytest.raises(PartitionError, match=r"layer '2' has parameters with hooks, which a copy would lose"):
-        both_ways(layers, 0, shares_modules=True)
-    assert both_ways(layers, 0).stages[1].layers["2"] is layers[2]
-
-
 def test_a_tie_that_would_lose_hooks_is_refused():
     layers = modules()
-    layers[0].weight.register_hook(lambda gradient: gradient / 2)
-    halves = (range(0, 2), range(2, 4))
-    assemble(layers, Placement.line(1), [range(4)], 0, device=CPU, tied=[("0.weight", "2.weight")])
-    layers[1].weight.register_hook(lambda gradient: gradient / 2)
+    hooked(layers[0])
+    put_together(layers, 0, Placement.line(1), [range(4)], tied=[("0.weight", "2.weight")])
+    hooked(layers[1])
 
     with pytest.raises(PartitionError, match=r"'1.weight' is tied to a parameter before .* hooks that would be lost"):
-        assemble(layers, Placement.line(2), halves, 0, device=CPU, tied=[("0.weight", "1.weight")])
+        put_together(layers, 0, Placement.line(2), HALVES[:2], tied=[("0.weight", "1.weight")])
 
 
-@pytest.mark.parametrize("hooked", [0, 3])
-def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused_on_every_rank(hooked):
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused_on_every_rank(index):
     def case(wires):
-        layers = [settle(layer, seed) for seed, layer in enumerate(modules())]
-        layers[hooked].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        layers = modules()
+        hooked(layers[index])
         pipeline = Pipeline(layers, "1f1b", 2, square_loss, transport=wires, tied=[("0.weight", "3.weight")])
         return error_of(pipeline.step, values(1, 4, WIDTH), target=values(2, 4, WIDTH))
 
-    for error in on_ranks(2, case):
-        assert isinstance(error, StepRefused)
-        assert error.rank == (hooked > 1)
-        assert f"'{hooked}.weight' is tied over ranks and has a hook" in str(error)
+    errors = on_ranks(2, case)
+
+    assert_errors(errors, StepRefused, f"'{index}.weight' is tied over ranks and has a hook")
+    assert [error.rank for error in errors] == [index > 1] * 2
 
 
-class Holder(nn.Module):
-    """A layer that holds a skip of this name."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.skip = Skip(name)
-
-    def forward(self, x):
-        self.skip.put(x)
-        return x
+def holder(name):
+    """Return a layer that holds a skip of this name."""
+    return Using(lambda self, x: self.skip.put(x) or x, skip=Skip(name))
 
 
 def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_them():
-    layers = [Holder("a"), nn.Tanh(), nn.Tanh(), Holder("a")]
+    layers = [holder("a"), nn.Tanh(), nn.Tanh(), holder("a")]
 
     def case(wires):
-        assembly = with_skips(
-            assemble(layers, LINE, SLICES, wires.rank, device=CPU), SLICES, {0: ["a"], 1: [], 2: [], 3: ["a"]}
-        )
+        assembly = with_skips(put_together(layers, wires.rank), SLICES, {0: ["a"], 1: [], 2: [], 3: ["a"]})
         [stage] = assembly.stages
         if stage.index == 2:
             return assembly.skips[2]
@@ -428,10 +372,3 @@ def test_every_stage_is_told_of_the_skips_that_go_past_it_though_others_hold_the
     assert list(first[1]) == list(middle[1]) == ["a"]
     assert torch.equal(middle[1]["a"], torch.ones(1))
     assert last is not None
-
-
-@pytest.mark.feature("F7")
-def test_a_stage_knows_where_its_first_layer_stands_in_the_model():
-    found = [assemble(specs(), LINE, SLICES, rank, device=CPU).stages[0].first_layer for rank in range(3)]
-
-    assert found == [0, 1, 3]

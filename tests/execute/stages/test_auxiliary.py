@@ -10,29 +10,33 @@ from penstock.execute.stages.stage import Stage
 from penstock.models import AuxiliaryLoss
 from tests.support.local_pipelines import WIDTH, settle, values
 from tests.support.one_stage import PLACE, OneStage, step_of
+from tests.support.using import Using
 
 
-class Probed(nn.Module):
-    """Adds the squares of its outputs under one name and their mean under another."""
+def probe(self, x):
+    """Add the squares of the outputs under one name and their mean under another."""
+    output = self.linear(x)
+    self.squares.add(output.square().mean())
+    self.mean.add(output.mean())
+    return output
 
-    def __init__(self, seed):
-        super().__init__()
-        self.linear = settle(nn.Linear(WIDTH, WIDTH), seed)
-        self.squares, self.mean = AuxiliaryLoss("squares", 0.5), AuxiliaryLoss("mean", 3.0)
 
-    def forward(self, x):
-        output = self.linear(x)
-        self.squares.add(output.square().mean())
-        self.mean.add(output.mean())
-        return output
+def probed(seed):
+    parts = {"squares": AuxiliaryLoss("squares", 0.5), "mean": AuxiliaryLoss("mean", 3.0)}
+    return Using(probe, linear=settle(nn.Linear(WIDTH, WIDTH), seed), **parts)
 
 
 SQUARES, MEAN = (LossName(name, True, torch.float32) for name in ("squares", "mean"))
 
 
-def stage_and_step(weight=0.25, **options):
-    stage = Stage(4, {"a": Probed(0), "b": nn.Sequential(Probed(1), nn.Tanh())})
-    return at_work(stage, step_of(auxiliary=weight, **options))
+def leaf():
+    return values(1, 3, WIDTH).requires_grad_()
+
+
+def probed_stage():
+    """Return a stage by itself whose layers add losses of weight 0.25, and what notes them."""
+    stage, step = Stage(4, {"a": probed(0), "b": nn.Sequential(probed(1), nn.Tanh())}), step_of(auxiliary=0.25)
+    return OneStage(stage, features=[adding(modules_with(stage.modules, Auxiliary))], step=step), step.losses
 
 
 def adding(modules):
@@ -40,29 +44,20 @@ def adding(modules):
     return lambda step, place: AddedLossPart(modules, step.losses, place)
 
 
-def at_work(stage, step, **options):
-    one = OneStage(stage, features=[adding(modules_with(stage.modules, Auxiliary))], step=step, **options)
-    return one, step.losses
-
-
-def leaf():
-    return values(1, 3, WIDTH).requires_grad_()
-
-
 def test_every_module_is_found_once_however_deep():
     shared = AuxiliaryLoss("shared")
-    layers = [nn.Sequential(Probed(0), nn.ModuleDict({"x": shared})), shared, nn.Linear(2, 2)]
+    layers = [nn.Sequential(probed(0), nn.ModuleDict({"x": shared})), shared, nn.Linear(2, 2)]
 
     assert [module.name for module in modules_with(layers, Auxiliary)] == ["squares", "mean", "shared"]
 
 
 def test_its_backward_is_that_of_the_output_and_of_what_was_added():
-    one, _ = stage_and_step()
+    one, _ = probed_stage()
     inputs, gradient = leaf(), values(5, 3, WIDTH)
 
     (found,) = one.backward(one.saved(inputs), gradient)
 
-    alone = stage_and_step()[0].stage
+    alone = probed_stage()[0].stage
     other = leaf()
     output = nn.Sequential(*alone.modules)(other)
     added = take_all(modules_with(alone.modules, Auxiliary))[1]
@@ -73,21 +68,17 @@ def test_its_backward_is_that_of_the_output_and_of_what_was_added():
 
 
 def test_values_are_noted_before_their_weights_and_the_total_after():
-    one, losses = stage_and_step()
+    one, losses = probed_stage()
     first = one.stage.layers["a"].linear(values(1, 3, WIDTH))
     second = one.stage.layers["b"][0].linear(first)
     one.forward(leaf())
 
-    squares, mean = (sum(part(output) for output in (first, second)) for part in (square_mean, torch.mean))
+    squares, mean = first.square().mean() + second.square().mean(), first.mean() + second.mean()
     torch.testing.assert_close(losses.named_losses[SQUARES][PLACE].float(), squares)
     torch.testing.assert_close(losses.named_losses[MEAN][PLACE].float(), mean)
     total = losses.named_losses[LossName(ALL_TOGETHER, True, torch.float32)][PLACE]
     torch.testing.assert_close(total.float(), 0.5 * squares + 3.0 * mean)
     assert not any(loss.requires_grad for found in losses.named_losses.values() for loss in found.values())
-
-
-def square_mean(output):
-    return output.square().mean()
 
 
 def test_a_forward_that_adds_nothing_notes_nothing():

@@ -12,20 +12,9 @@ from penstock.execute.undocumented_compiler import COMPILED
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import WIDTH, block, error_of, gradients_of, named, square_loss, values
+from tests.support.using import Using
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_compiled")
-
-
-class Outer(nn.Module):
-    """Holds a layer that torch.compile has returned, in a list too."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.compile(block(0), backend="aot_eager")
-        self.more = nn.ModuleList([torch.compile(block(1), backend="aot_eager"), nn.Tanh()])
-
-    def forward(self, features):
-        return self.more[1](self.more[0](self.inner(features)))
 
 
 def kind_of_output(layer):
@@ -33,7 +22,9 @@ def kind_of_output(layer):
 
 
 def test_wrappers_within_a_layer_go_too():
-    layer = without_wrappers(Outer())
+    inner, first = (torch.compile(block(seed), backend="aot_eager") for seed in (0, 1))
+    more = nn.ModuleList([first, nn.Tanh()])  # in a list too
+    layer = without_wrappers(Using(lambda self, x: self.more[1](self.more[0](self.inner(x))), inner=inner, more=more))
 
     names = [*layer.state_dict(), *(name for name, _ in layer.named_modules())]
     assert not any("_orig_mod" in name for name in names)
@@ -49,20 +40,14 @@ def test_what_is_no_compiled_module_stays_as_it_is():
     assert kind_of_output(plain) == "TanhBackward0"
 
 
-def test_layers_that_are_compiled_already_keep_their_backend():
-    layer = without_wrappers(torch.compile(block(0), backend="eager"))
+def test_layers_that_are_compiled_already_keep_their_backend_and_nothing_is_compiled_unless_asked_for():
+    layer, plain = without_wrappers(torch.compile(block(0), backend="eager")), block(0)
 
     compile_layers([Stage(0, {"0": layer})], "aot_eager")
+    compile_layers([Stage(0, {"0": plain})], False)
 
     assert kind_of_output(layer) == "TanhBackward0"  # "eager" runs the traced forward as it is
-
-
-def test_nothing_is_compiled_unless_asked_for():
-    layer = block(0)
-
-    compile_layers([Stage(0, {"0": layer})], False)
-
-    assert layer._compiled_call_impl is None
+    assert plain._compiled_call_impl is None
 
 
 def pipeline_of(layers, **options):

@@ -8,18 +8,23 @@ from penstock.execute.stages.evaluation import evaluating
 from penstock.execute.stages.stage import Stage
 
 
-class Counting(nn.Module):
-    """Notes the calls of `train()` that change its mode."""
+class Special(nn.Module):
+    """Notes the calls of `train()` that change its mode, keeps some children frozen, and may be stuck in a mode."""
 
-    def __init__(self, *children):
+    def __init__(self, *children, frozen=(), stuck_in=None):
         super().__init__()
-        self.inner = nn.ModuleList(children)
+        self.inner, self.frozen, self.stuck_in = nn.ModuleList(children), nn.ModuleList(frozen), stuck_in
         self.calls = []
+        self.frozen.eval()
 
     def train(self, mode=True):
+        if mode is self.stuck_in:
+            raise ValueError("this layer is stuck")
         if mode is not self.training:
             self.calls.append(mode)
-        return super().train(mode)
+        super().train(mode)
+        self.frozen.eval()
+        return self
 
 
 def modes_of(module):
@@ -44,8 +49,8 @@ def test_each_module_gets_its_own_mode_back_after_an_evaluation():
 
 def test_an_evaluation_calls_train_for_both_changes_of_mode():
     """A layer may do more in it than set its flag."""
-    trained, frozen = Counting(), Counting().eval()
-    outer = Counting(trained, frozen)
+    trained, frozen = Special(), Special().eval()
+    outer = Special(trained, frozen)
     frozen.calls.clear()
 
     with evaluating([Stage(0, {"a": outer}), Stage(1, {"a": outer})]):
@@ -55,45 +60,24 @@ def test_an_evaluation_calls_train_for_both_changes_of_mode():
     assert not frozen.training
 
 
-class KeepsFrozen(nn.Module):
-    """Keeps a submodule in evaluation mode by its own `train()`, as many backbones do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.dropout = nn.BatchNorm1d(2), nn.Dropout()
-        self.train()
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-
 def test_a_module_that_freezes_its_own_submodules_keeps_them_frozen():
-    layer = KeepsFrozen()
+    norm, dropout = nn.BatchNorm1d(2), nn.Dropout()
+    layer = Special(dropout, frozen=[norm])
 
     with evaluating([Stage(0, {"a": layer})]):
         pass
 
-    assert (layer.training, layer.norm.training, layer.dropout.training) == (True, False, True)
-
-
-class Stuck(nn.Module):
-    def __init__(self, stuck_in):
-        super().__init__()
-        self.stuck_in = stuck_in
-
-    def train(self, mode=True):
-        if mode is self.stuck_in:
-            raise ValueError("this layer is stuck")
-        return super().train(mode)
+    assert (layer.training, norm.training, dropout.training) == (True, False, True)
 
 
 def test_a_layer_that_cannot_change_its_mode_is_named_and_the_others_get_theirs_back():
     first = nn.Dropout()
 
-    with pytest.raises(ValueError, match="stuck") as found, evaluating([Stage(0, {"a": first, "b": Stuck(False)})]):
+    with (
+        pytest.raises(ValueError, match="stuck") as found,
+        evaluating([Stage(0, {"a": first, "b": Special(stuck_in=False)})]),
+    ):
         raise AssertionError("evaluated all the same")
 
-    assert noted_place(found.value) == "train(False) of layer 'b' (Stuck)"
+    assert noted_place(found.value) == "train(False) of layer 'b' (Special)"
     assert first.training

@@ -18,21 +18,27 @@ SHARES = st.lists(st.integers(0, 3), min_size=len(GRADIENTS), max_size=len(GRADI
 
 def clip_on_ranks(gradients_of_ranks, max_norm, skips=None, norm_type=2.0):
     """Clip rank after rank, each seeing the values of all; they travel as JSON, as between processes."""
-    skips = skips or [()] * len(gradients_of_ranks)
+    ranks = list(zip(gradients_of_ranks, skips or [()] * len(gradients_of_ranks), strict=True))
     sent = []
-    for gradients, skip in zip(gradients_of_ranks, skips, strict=True):
-        clip_gradients(gradients.items(), lambda own: [sent.append(own)] and [own], 0.0, skip=skip, norm_type=norm_type)
+
+    def clip(exchange, limit):
+        return [
+            clip_gradients(gradients.items(), exchange, limit, skip=skip, norm_type=norm_type)
+            for gradients, skip in ranks
+        ]
+
+    clip(lambda own: [sent.append(own)] and [own], 0.0)
     texts = [json.dumps(own) for own in sent]
-    return [
-        clip_gradients(
-            gradients.items(),
-            lambda _: [json.loads(text) for text in texts],
-            max_norm,
-            skip=skip,
-            norm_type=norm_type,
-        )
-        for gradients, skip in zip(gradients_of_ranks, skips, strict=True)
-    ]
+    return clip(lambda _: [json.loads(text) for text in texts], max_norm)
+
+
+def clipped_by_torch(gradients, max_norm, norm_type):
+    """Return the norm and the clipped gradients of the unsplit model."""
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    return float(norm), [parameter.grad for parameter in parameters]
 
 
 def random_gradients():
@@ -106,16 +112,12 @@ def test_parameters_without_gradient_and_ranks_without_parameters_are_fine():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite_scales_every_gradient_as_torch_does(value, norm_type):
     ranks = [{"a": torch.tensor([value, 2.0])}, {"b": torch.tensor([5.0])}]
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for rank in ranks for gradient in rank.values()]
-    for parameter, rank in zip(parameters, ranks, strict=True):
-        parameter.grad = next(iter(rank.values())).clone()
-    nn.utils.clip_grad_norm_(parameters, 1.0, norm_type)
+    _, expected = clipped_by_torch([ranks[0]["a"], ranks[1]["b"]], 1.0, norm_type)
 
     norms = clip_on_ranks(ranks, 1.0, norm_type=norm_type)
 
     assert not any(math.isfinite(norm) for norm in norms)
-    for parameter, rank in zip(parameters, ranks, strict=True):
-        torch.testing.assert_close(next(iter(rank.values())), parameter.grad, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close([ranks[0]["a"], ranks[1]["b"]], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("max_norm", [math.inf, 0.0])
@@ -126,44 +128,30 @@ def test_a_limit_that_only_measures_scales_by_no_norm_that_is_not_finite(max_nor
     assert [ranks[0]["a"].item(), ranks[1]["b"].item()] == [math.inf, 5.0]
 
 
-def test_squares_beyond_float32_are_counted():
-    (norm,) = clip_on_ranks([{"a": torch.tensor([3e30, 4e30])}], 1.0)
-
-    assert norm == pytest.approx(5e30)
-
-
-def test_half_precision_gradients_are_measured_in_full():
-    (norm,) = clip_on_ranks([{"a": torch.ones(10_001, dtype=torch.bfloat16)}], 0.0)
-
-    assert norm == pytest.approx(math.sqrt(10_001), rel=1e-12)
-
-
 @pytest.mark.parametrize("ranks", [[0] * 7, [0, 1, 2, 3, 0, 1, 2]], ids=["one holds all", "four hold some"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
 def test_every_norm_and_its_clipped_gradients_are_those_of_torch(norm_type, ranks):
     gradients = random_gradients()
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients.values()]
-    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
-        parameter.grad = gradient.clone()
-    expected = nn.utils.clip_grad_norm_(parameters, 1.5, norm_type)
+    norm, expected = clipped_by_torch(gradients.values(), 1.5, norm_type)
 
     norms = clip_on_ranks(spread(gradients, ranks), 1.5, norm_type=norm_type)
 
-    assert norms == [pytest.approx(float(expected), rel=1e-6)] * 4
-    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+    assert norms == [pytest.approx(norm, rel=1e-6)] * 4
+    torch.testing.assert_close(list(gradients.values()), expected)
 
 
-def test_a_gradient_that_is_not_a_number_is_found_by_the_largest_value_too():
-    norms = clip_on_ranks([{"a": torch.tensor([math.nan])}, {"b": torch.tensor([5.0])}], 1.0, norm_type=math.inf)
-
-    assert all(map(math.isnan, norms))
-
-
-def test_sparse_and_complex_gradients_count():
-    sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, 0.0], (4,))
-
-    assert clip_on_ranks([{"a": sparse}, {"b": torch.tensor([4j])}], 0.0) == [5.0, 5.0]
+@pytest.mark.parametrize(
+    ("gradients", "norm"),
+    [
+        (torch.tensor([3e30, 4e30]), 5e30),
+        (torch.ones(10_001, dtype=torch.bfloat16), math.sqrt(10_001)),
+        (torch.sparse_coo_tensor([[1, 1]], [3.0, 0.0], (4,)), 3.0),
+        (torch.tensor([4j]), 4.0),
+    ],
+    ids=["squares beyond float32", "half precision", "sparse", "complex"],
+)
+def test_gradients_of_every_kind_are_measured_in_full(gradients, norm):
+    assert clip_on_ranks([{"a": gradients}, {}], 0.0) == [pytest.approx(norm, rel=1e-7)] * 2
 
 
 class Waits(TorchDispatchMode):

@@ -8,6 +8,7 @@ from penstock.errors import PipelineError
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.signatures import TakenKeywords
 from penstock.execute.stages.stage import Stage
+from tests.support.using import Using
 
 
 def stage_of(*layers):
@@ -24,34 +25,29 @@ class Variadic(nn.Module):
         return sum(inputs) * scale
 
 
-def test_every_layer_that_names_a_keyword_gets_it():
-    stage = stage_of(Masked(), nn.ReLU(), Masked())
+def test_every_layer_that_names_a_keyword_gets_it_or_all_if_it_may_use_any():
+    masked = run_layers(
+        stage_of(Masked(), nn.ReLU(), Masked()),
+        (torch.tensor([3.0, -1.0]),),
+        {"mask": torch.tensor([2.0, 1.0]), "scale": 10.0},
+    )
 
-    result = run_layers(stage, (torch.tensor([3.0, -1.0]),), {"mask": torch.tensor([2.0, 1.0]), "scale": 10.0})
+    assert masked.tolist() == [1200.0, 0.0]
+    assert run_layers(stage_of(Handing(), Variadic()), (2,), {"scale": 3}) == 18
 
-    assert result.tolist() == [1200.0, 0.0]
 
-
-def test_the_first_layer_gets_all_positional_arguments():
+def test_the_first_layer_alone_gets_all_positional_arguments_and_inputs_by_keyword():
     assert run_layers(stage_of(Variadic(), Masked()), (1, 2, 3), {"scale": 2}) == 24
-
-
-def test_an_input_may_come_by_keyword_for_the_first_layer_only():
     assert run_layers(stage_of(Masked(), Masked()), (), {"x": 5, "scale": 2}) == 20
 
 
-class InPlace(nn.Module):
-    def forward(self, features):
-        return features.mul_(2.0)
-
-
 def test_a_layer_that_changes_another_stages_output_in_place_is_named_with_the_way_out():
-    features = torch.ones(2, requires_grad=True)
+    features, stage = torch.ones(2, requires_grad=True), stage_of(nn.ReLU(inplace=True))
 
-    with pytest.raises(PipelineError, match=r"a InPlace fails with: .* may not change it in place"):
-        run_layers(stage_of(InPlace()), (features,), {})
+    with pytest.raises(PipelineError, match=r"a ReLU fails with: .* may not change it in place"):
+        run_layers(stage, (features,), {})
 
-    assert run_layers(stage_of(InPlace()), (features.clone(),), {}).tolist() == [2.0, 2.0]
+    assert run_layers(stage, (features.clone(),), {}).tolist() == [1.0, 1.0]
 
 
 def test_what_a_layer_raises_for_other_reasons_stays_what_it_is():
@@ -59,39 +55,28 @@ def test_what_a_layer_raises_for_other_reasons_stays_what_it_is():
         run_layers(stage_of(nn.Linear(3, 2)), (torch.ones(1, 4),), {})
 
 
-def test_whoever_asks_is_told_before_each_layer_which_one_it_is():
-    seen = []
-
-    class Noting(nn.Module):
-        def forward(self, x):
-            seen.append("layer")
-            return x
-
-    run_layers(stage_of(Noting(), Noting()), (torch.ones(1),), {}, seen.append)
-
-    assert seen == [0, "layer", 1, "layer"]
-
-
 class Handing(nn.Module):
     """Its forward may use its keywords itself, for all that anybody can tell."""
 
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
+    inner = Variadic()
 
     def forward(self, x, **kwargs):
         return self.inner(x, **dict(kwargs))
 
 
-def test_a_layer_that_may_use_any_keyword_gets_all():
-    assert run_layers(stage_of(Handing(Variadic()), Variadic()), (2,), {"scale": 3}) == 18
+def test_whoever_asks_is_told_before_each_layer_which_one_it_is():
+    seen = []
+    noting = Using(lambda self, x: seen.append("layer") or x)
+
+    run_layers(stage_of(noting, noting), (torch.ones(1),), {}, seen.append)
+
+    assert seen == [0, "layer", 1, "layer"]
 
 
 def test_a_keyword_too_many_is_one_error_that_names_layer_and_fix():
-    with pytest.raises(
-        PipelineError, match=r"a Handing fails with: .*'mask'.*given every keyword.*\['mask', 'scale'\]"
-    ):
-        run_layers(stage_of(Handing(Variadic()), Variadic()), (2,), {"scale": 3, "mask": 1})
+    text = r"a Handing fails with: .*'mask'.*given every keyword.*\['mask', 'scale'\]"
+    with pytest.raises(PipelineError, match=text):
+        run_layers(stage_of(Handing(), Variadic()), (2,), {"scale": 3, "mask": 1})
 
 
 def test_what_is_known_of_the_layers_is_not_looked_at_again():

@@ -16,10 +16,7 @@ def test_a_layer_is_named_by_its_spec_or_else_by_its_place():
     named_module.name = "of the module itself"
 
     assert layer_names([*SPECS, named_module, lambda: nn.ReLU()]) == ["in", "mid.0", "2", "3"]
-
-
-def test_a_container_names_what_no_spec_names():
-    assert layer_names([*SPECS, nn.Identity()], ["a", "b", "c"]) == ["in", "mid.0", "c"]
+    assert layer_names([*SPECS, nn.Identity()], ["a", "b", "c"]) == ["in", "mid.0", "c"]  # of a container
 
 
 def test_two_layers_of_one_name_are_refused():

@@ -19,24 +19,22 @@ from tests.support.local_pipelines import (
     step_task,
     two_routes,
 )
+from tests.support.using import Using
 
 
-class Normed(nn.Module):
-    """A layer with buffers, of which one is not saved, and with a parameter of other type."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
-        self.register_buffer("table", torch.zeros(3), persistent=False)
-        self.register_buffer("nothing", torch.zeros(0))
-
-    def forward(self, features):
-        return self.norm(features) * self.scale
+def normed():
+    """Return a layer with buffers, of which one is not saved, and with a parameter of other type."""
+    return Using(
+        lambda self, x: self.norm(x) * self.scale,
+        norm=nn.BatchNorm1d(WIDTH),
+        scale=nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16)),
+        table=nn.Buffer(torch.zeros(3), persistent=False),
+        nothing=nn.Buffer(torch.zeros(0)),
+    )
 
 
 def layers_of(seed):
-    found = [block(seed), Normed(), block(seed + 1), nn.Linear(WIDTH, WIDTH)]
+    found = [block(seed), normed(), block(seed + 1), nn.Linear(WIDTH, WIDTH)]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in found:
@@ -58,18 +56,14 @@ def assert_same_state(found, expected):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_parts_of_the_ranks_are_the_state_of_the_unsplit_model(num_ranks):
-    found = on_ranks(num_ranks, lambda wires: pipeline_of(wires, layers_of(0)).state_dict())
+    layers = layers_of(0)
+
+    found = on_ranks(num_ranks, lambda wires: pipeline_of(wires, layers).state_dict())
 
     expected = nn.Sequential(*layers_of(0)).state_dict()
+    assert found[-1]["3.weight"].data_ptr() == layers[3].weight.data_ptr()  # they are the layers' own tensors
     assert_same_state({name: value for part in found for name, value in part.items()}, expected)
     assert sum(map(len, found)) == len(expected)
-
-
-def test_a_part_is_the_layers_own_tensors():
-    layers = layers_of(0)
-    state = on_ranks(1, lambda wires: pipeline_of(wires, layers).state_dict())[0]
-
-    assert state["3.weight"].data_ptr() == layers[3].weight.data_ptr()
 
 
 @pytest.mark.parametrize("root", [0, 1, 2])

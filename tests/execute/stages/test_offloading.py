@@ -15,27 +15,24 @@ from penstock.execute.stages.recompute import Recomputation
 from penstock.execute.stages.stage import Stage
 from tests.support.local_pipelines import WIDTH, settle, values
 from tests.support.one_stage import PLACE, OneStage
+from tests.support.using import Using
 
 ROWS = 4
 ONE = 4 * ROWS * WIDTH
 """The bytes of one activation between two layers."""
 
 
-class Calls(nn.Module):
-    """Calls a function with its input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def one_stage(*layers, is_checkpoint=False, features=(), step=None, **options):
-    movables = partial(begin_movable, {PLACE: is_checkpoint}, options.get("is_first", False))
+def one_stage(*layers, is_checkpoint=False, place=PLACE, **options):
+    movables = partial(begin_movable, {place: is_checkpoint}, options.get("is_first", False))
     stage = Stage(0, {str(index): layer for index, layer in enumerate(layers)})
-    return OneStage(stage, features=[movables, *features], step=step, **options)
+    return OneStage(stage, features=[movables], **options)
+
+
+def offloaded(stage, inputs):
+    """Run a forward and move what it keeps to the host; return the output and what was saved."""
+    output, saved = stage.forward(inputs)
+    movable(saved).offload(saved)
+    return output, saved
 
 
 def linear():
@@ -44,10 +41,6 @@ def linear():
 
 def inputs():
     return values(1, ROWS, WIDTH).requires_grad_()
-
-
-def forward(stage, x):
-    return stage.passes.forward(stage.step, PLACE, (x,), {})
 
 
 def bytes_of(saved):
@@ -59,15 +52,13 @@ def bytes_of(saved):
 
 
 def gradients(stage, saved):
-    found = stage.passes.backward(saved, [values(2, ROWS, WIDTH)])
+    found = stage.backward(saved, values(2, ROWS, WIDTH))
     return [*found, *[parameter.grad for parameter in stage.stage.parameters()]]
 
 
 def test_what_only_the_forward_holds_leaves_the_device_and_comes_back():
-    expected = one_stage(linear(), nn.Tanh(), linear())
-    _, kept = forward(expected, inputs())
-    stage = one_stage(linear(), nn.Tanh(), linear())
-    _, saved = forward(stage, inputs())
+    expected, stage = (one_stage(linear(), nn.Tanh(), linear()) for _ in range(2))
+    kept, saved = (each.saved(inputs()) for each in (expected, stage))
     num_parameter_bytes = sum(parameter.nbytes for parameter in stage.stage.parameters() if parameter.dim() == 2)
     before = [(each.shape, each.stride(), each.storage_offset()) for each in saved_in(saved)]
 
@@ -83,11 +74,11 @@ def test_what_only_the_forward_holds_leaves_the_device_and_comes_back():
 
 
 def test_views_of_one_storage_share_one_again():
-    def layer(x):
+    def layer(self, x):
         wide = torch.cat([x, x], 1).tanh()
         return wide[:, :WIDTH] * wide[:, WIDTH:].flip(0)
 
-    _, saved = forward(one_stage(Calls(layer)), inputs())
+    saved = one_stage(Using(layer)).saved(inputs())
     addresses = [each.data_ptr() for each in saved_in(saved)]
     movable(saved).offload(saved)
     other = torch.empty(2 * ONE)  # takes the memory that was given back
@@ -102,9 +93,8 @@ def test_views_of_one_storage_share_one_again():
 def test_layers_get_inputs_with_the_strides_that_they_had():
     """A dimension of one element has a stride too, by which torch lays out results."""
     seen = []
-    stage = one_stage(Calls(lambda x: seen.append(x.stride()) or x * 2))
-    x = torch.empty_strided((1, ROWS, WIDTH), (100, 1, ROWS)).zero_().requires_grad_()
-    forward(stage, x)
+    stage = one_stage(Using(lambda self, x: seen.append(x.stride()) or x * 2))
+    stage.forward(torch.empty_strided((1, ROWS, WIDTH), (100, 1, ROWS)).zero_().requires_grad_())
 
     assert seen == [(100, 1, ROWS)]
 
@@ -112,7 +102,7 @@ def test_layers_get_inputs_with_the_strides_that_they_had():
 def test_parameters_buffers_and_outputs_on_their_way_stay_where_they_are():
     norm = nn.BatchNorm1d(WIDTH)
     stage = one_stage(norm, linear(), nn.Tanh())
-    output, saved = forward(stage, inputs())
+    output, saved = stage.forward(inputs())
     then = output.detach().clone()
     movable(saved).offload(saved)
 
@@ -133,9 +123,8 @@ def test_the_callers_batch_stays_where_it_is():
 
 def test_memory_that_is_not_torchs_own_stays_where_it_is():
     outside = [torch.from_numpy(np.ones((ROWS, WIDTH), np.float32)), torch.ones(ROWS, WIDTH).share_memory_()]
-    stage = one_stage(Calls(lambda x: x * outside.pop() * outside.pop() * torch.full_like(x, 3)))
-    _, saved = forward(stage, inputs())
-    movable(saved).offload(saved)
+    stage = one_stage(Using(lambda self, x: x * outside.pop() * outside.pop() * torch.full_like(x, 3)))
+    _, saved = offloaded(stage, inputs())
 
     gc.collect()
     sizes = sorted(each.untyped_storage().nbytes() for each in saved_in(saved))
@@ -145,14 +134,12 @@ def test_memory_that_is_not_torchs_own_stays_where_it_is():
 
 def test_a_split_backward_leaves_the_same_weights_for_later():
     kept = []
-    for places in ({}, {PLACE: False}):
-        layers = [settle(nn.Linear(64, 64), seed) for seed in range(2)]
-        stage = Stage(0, {str(index): layer for index, layer in enumerate(layers)})
-        one = OneStage(stage, features=[partial(begin_movable, places, False)], is_split=True)
-        _, saved = forward(one, values(1, 64, 64).requires_grad_())
-        for each in [movable(saved)] if places else []:
-            each.offload(saved)
-            each.reload()
+    for place in ((1, 0), PLACE):
+        one = one_stage(*(settle(nn.Linear(64, 64), seed) for seed in range(2)), place=place, is_split=True)
+        saved = one.saved(values(1, 64, 64).requires_grad_())
+        if place == PLACE:
+            movable(saved).offload(saved)
+            movable(saved).reload()
         _, left = one.passes.backward_input(saved, [values(2, 64, 64)])
         kept.append([entry.parameters[0].shape for entry in left.entries])
         one.passes.gradients.add(left)
@@ -162,8 +149,7 @@ def test_a_split_backward_leaves_the_same_weights_for_later():
 
 def test_to_read_what_is_on_the_host_is_an_error():
     stage = one_stage(linear(), nn.Tanh(), linear())
-    _, saved = forward(stage, inputs())
-    movable(saved).offload(saved)
+    _, saved = offloaded(stage, inputs())
 
     with pytest.raises(PipelineError, match=r"a saved tensor of shape \[4, 6\] was read while it is on the host"):
         gradients(stage, saved)
@@ -175,7 +161,7 @@ def test_an_error_while_moving_keeps_nothing_alive(monkeypatch):
 
     monkeypatch.setattr("penstock.execute.stages.offloading._emptied", fail)
     stage = one_stage(linear(), nn.Tanh(), linear())
-    saved = forward(stage, inputs())[1]
+    saved = stage.saved(inputs())
     alive = [weakref.ref(each) for each in saved_in(saved)]
     with pytest.raises(MemoryError) as raised:
         movable(saved).offload(saved)
@@ -187,8 +173,7 @@ def test_an_error_while_moving_keeps_nothing_alive(monkeypatch):
 
 
 def test_other_microbatches_are_saved_as_ever():
-    stage = OneStage(Stage(0, {"0": linear()}), features=[partial(begin_movable, {(1, 0): False}, False)])
-    _, saved = forward(stage, inputs())
+    saved = one_stage(linear(), place=(1, 0)).saved(inputs())
 
     assert saved_in(saved) == []
     assert not is_on_host(saved)

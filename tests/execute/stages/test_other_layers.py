@@ -13,23 +13,21 @@ from penstock.execute.stages.other_layers import free_other_layers
 from penstock.models.cutting.points import saved_tensors
 from tests.support.local_pipelines import error_of, on_ranks
 from tests.support.ranks import run_ranks
+from tests.support.using import Using
 
 INPUTS, TARGET = torch.arange(32.0).reshape(8, 4).sin(), torch.zeros(8, 4)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-
-    def forward(self, hidden):
-        return self.norm(self.linear(hidden)) * self.frozen
+def block():
+    linear, frozen = nn.Linear(4, 4), nn.Parameter(torch.ones(4), requires_grad=False)
+    return Using(
+        lambda self, x: self.norm(self.linear(x)) * self.frozen, frozen=frozen, linear=linear, norm=nn.BatchNorm1d(4)
+    )
 
 
 def blocks(number=4):
     torch.manual_seed(0)
-    return [Block() for _ in range(number)]
+    return [block() for _ in range(number)]
 
 
 def free(layers, own):
@@ -51,34 +49,20 @@ def test_others_are_on_the_meta_device_and_own_layers_are_as_they_were():
     assert [parameter.requires_grad for parameter in layers[0].parameters()] == [False, True, True, True, True]
 
 
-def test_what_own_layers_use_too_stays():
-    first, shared, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-    other.weight = first.weight
-    layers = [nn.Sequential(first, shared), nn.Sequential(shared, other), shared]
+def test_what_own_layers_use_too_stays_and_what_others_share_they_go_on_sharing():
+    first, shared, other, third, fourth = (nn.Linear(4, 4) for _ in range(5))
+    other.weight, fourth.weight = first.weight, third.weight
+    layers = [nn.Sequential(first, shared), nn.Sequential(shared, other), shared, third, fourth]
+    lazy = nn.LazyLinear(4)
 
-    free(layers, [0])
+    free([*layers, lambda: nn.Linear(4, 4), lazy], [0])  # there is nothing of builders and lazy layers to free
 
     assert devices(shared) == {"cpu"}
     assert other.weight is first.weight
     assert other.bias.is_meta
-
-
-def test_what_others_share_they_go_on_sharing():
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
-    layers[2].weight = layers[1].weight
-
-    free(layers, [0])
-
-    assert layers[2].weight is layers[1].weight
-    assert layers[2].weight.is_meta
-
-
-def test_builders_and_lazy_layers_have_nothing_to_free():
-    layers = [nn.Linear(4, 4), lambda: nn.Linear(4, 4), nn.LazyLinear(4)]
-
-    free(layers, [0])
-
-    assert isinstance(layers[2].weight, nn.UninitializedParameter)
+    assert fourth.weight is third.weight
+    assert fourth.weight.is_meta
+    assert isinstance(lazy.weight, nn.UninitializedParameter)
 
 
 def test_the_state_of_a_model_that_was_cut_is_refused_on_one_rank_and_it_can_be_cut_again():
@@ -123,6 +107,9 @@ def test_ranks_that_are_threads_share_the_layers_and_free_none():
 
 
 def train(rank, frees):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is said of builders
+        ps.Pipeline([ps.LayerSpec(str(n), block) for n in range(4)], "1f1b", 4, nn.functional.mse_loss).close()
     layers = blocks()
     early_optimizer = torch.optim.SGD(nn.Sequential(*layers).parameters(), lr=0.1)
     wrong = {"tied": [("0.frozen", "3.frozen")], "reduce_stage": (lambda stage: None) if rank else None}
@@ -158,15 +145,3 @@ def test_a_pipeline_frees_and_trains_to_the_bits_of_one_that_keeps_other_layers(
     assert freeing[0][4] == [{"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
     assert freeing[1][4] == [{"meta"}, {"meta"}, {"cpu"}, {"cpu"}]
     assert "is on the meta device" in freeing[0][5]
-
-
-def made_of_builders(rank):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        specs = [ps.LayerSpec(str(number), Block) for number in range(4)]
-        ps.Pipeline(specs, "1f1b", 4, nn.functional.mse_loss).close()
-
-
-@pytest.mark.slow
-def test_builders_are_not_warned_of():
-    run_ranks(2, made_of_builders)

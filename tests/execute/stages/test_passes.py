@@ -7,36 +7,27 @@ import torch
 from torch import nn
 
 from penstock.execute.stages.stage import Stage
-from penstock.pipeline import Pipeline
 from tests.execute.ops.test_messages import frames_from_the_loop
-from tests.support.local_pipelines import WIDTH, block, float_task, on_ranks, step_task, values
+from tests.support.local_pipelines import WIDTH, block, float_task, on_ranks, pipeline_of, step_task, values
 from tests.support.one_stage import OneStage
+from tests.support.using import Using
 
 
 def leaf(seed=1, rows=3):
     return values(seed, rows, WIDTH).requires_grad_()
 
 
-class Opening(nn.Module):
-    """Returns a tree of values, some of which need a gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = block(0)
-
-    def forward(self, state):
+def test_only_inputs_and_outputs_that_need_a_gradient_are_kept():
+    def tree(self, state):
         output = self.inner(state["hidden"])
         return output, output > 0, 3
 
+    hidden, layer = leaf(), Using(tree, inner=block(0))
 
-def test_only_inputs_and_outputs_that_need_a_gradient_are_kept():
-    hidden = leaf()
+    saved = OneStage(Stage(0, {"0": layer})).saved({"hidden": hidden, "tokens": torch.arange(3), "text": "x"})
 
-    saved = OneStage(Stage(0, {"0": Opening()})).saved({"hidden": hidden, "tokens": torch.arange(3), "text": "x"})
-
-    assert len(saved.inputs) == 1
+    assert len(saved.inputs) == len(saved.edges) == 1
     assert saved.inputs[0] is hidden
-    assert len(saved.edges) == 1
     assert saved.loss_gradients == []
 
 
@@ -101,32 +92,18 @@ def test_a_whole_backward_beside_split_ones_is_searched_for_nothing():
         assert torch.equal(dict(stage.stage.named_parameters())[f"0.{name}"].grad, parameter.grad)
 
 
-# ---- how far it is from the loop to torch
-
 MAX_FRAMES = 7
-
-
-class Looking(nn.Module):
-    """Notes how many frames of ours lie between the loop and the first one of torch."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.seen = seen
-
-    def forward(self, x):
-        self.seen.append(frames_from_the_loop())
-        return self.linear(x)
 
 
 def test_a_stage_without_features_is_a_few_frames_from_the_loop():
     def case(wires):
-        seen = []
-        layers = [Looking(seen), Looking(seen)]
-        task = float_task(4)
-        step_task(Pipeline(layers, "1f1b", 2, task.loss, transport=wires), task)
-        return seen
+        task, seen = float_task(4), []
+        pipeline = pipeline_of(wires, task, "1f1b", 2)
+        for layer in pipeline.stages[0].layers.values():
+            layer.register_forward_pre_hook(lambda *_: seen.append(frames_from_the_loop()))
+        step_task(pipeline, task)
+        return seen, len(pipeline.stages[0].layers)
 
-    for seen in on_ranks(2, case):
-        assert len(seen) == 2
+    for seen, num_layers in on_ranks(2, case):
+        assert len(seen) == 2 * num_layers
         assert 0 < max(seen) <= MAX_FRAMES

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,26 +17,17 @@ from tests.acceptance.ties.test_tied_steps import OPTIMIZERS, TASKS, learn
 from tests.support.local_pipelines import VOCABULARY, WIDTH, block, error_of, named, on_ranks, settle, token_loss
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_step
+from tests.support.using import Using
 
 FLOAT64 = torch.float64
 
 
-class Table(nn.Module):
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-
-    def forward(self, tokens):
-        return F.embedding(tokens, self.table)
+def table_of(weight):
+    return Using(lambda self, x: F.embedding(x, self.table), table=weight)
 
 
-class Head(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, hidden):
-        return F.linear(hidden, self.weight)
+def head(weight):
+    return Using(lambda self, x: F.linear(x, self.weight), weight=weight)
 
 
 def new_table():
@@ -48,16 +40,15 @@ def blocks(count=2):
 
 def closures():
     table = new_table()
-    return [LayerSpec("in", lambda: Table(table)), *blocks(), LayerSpec("out", lambda: Head(table))]
+    return [LayerSpec("in", lambda: table_of(table)), *blocks(), LayerSpec("out", lambda: head(table))]
 
 
 def functions_of_a_model():
     """The builders hand out parts of a model that is there already, of which two share a weight."""
-    model = nn.ModuleList([Table(new_table()), *[block(index, FLOAT64) for index in range(2)]])
-    model.append(Head(model[0].table))
-    return [
-        LayerSpec(name, partial(model.__getitem__, i)) for i, name in enumerate(("in", "block.0", "block.1", "out"))
-    ]
+    table = new_table()
+    model = nn.ModuleList([table_of(table), *[block(index, FLOAT64) for index in range(2)], head(table)])
+    names = ("in", "block.0", "block.1", "out")
+    return [LayerSpec(name, partial(model.__getitem__, index)) for index, name in enumerate(names)]
 
 
 @cache
@@ -66,8 +57,7 @@ def cached_table():
 
 
 def a_module_and_a_builder():
-    first = Table(cached_table())
-    return [first, *blocks(), LayerSpec("out", lambda: Head(cached_table()))]
+    return [table_of(cached_table()), *blocks(), LayerSpec("out", lambda: head(cached_table()))]
 
 
 WAYS = [closures, functions_of_a_model, a_module_and_a_builder]
@@ -116,21 +106,6 @@ def test_builders_that_share_a_parameter_tie_it_over_processes(way, shape):
                 torch.testing.assert_close(weight, expected[f"{int(index) + 1}.{own}"], rtol=1e-12, atol=1e-12)
 
 
-def parts_of_a_model(rank):
-    """Nothing is shared, though all parameters were there before the builders were called."""
-    model = [block(index, FLOAT64) for index in range(4)]
-    layers = [LayerSpec(str(index), partial(model.__getitem__, index)) for index in range(4)]
-    return Pipeline(layers, "1f1b", 2, token_loss)._assembly.tied_groups
-
-
-@pytest.mark.slow
-def test_parts_of_one_model_that_share_nothing_are_not_tied():
-    assert run_ranks(2, parts_of_a_model) == [(), ()]
-
-
-# ---- one rank
-
-
 def counting(calls, name, make):
     def build():
         calls.append(name)
@@ -150,6 +125,14 @@ def test_builders_of_other_ranks_are_left_alone_where_the_own_refer_to_nothing()
     assert list(built.local_layers) == [2, 1]
 
 
+def test_parts_of_one_model_that_share_nothing_are_not_tied():
+    """All parameters were there before the builders were called."""
+    model = nn.ModuleList(block(index) for index in range(4))
+    layers = [LayerSpec(str(index), partial(model.__getitem__, index)) for index in range(4)]
+
+    assert list(build_own(layers, ["0", "1", "2", "3"], [0, 1]).shared) == []
+
+
 SHARED = nn.Parameter(torch.zeros(2, 2))
 
 
@@ -160,11 +143,7 @@ class OfAGlobal(nn.Module):
 
 
 def of_a_global():
-    return Head(SHARED)
-
-
-def of_a_helper():
-    return nn.Sequential(of_a_global())
+    return head(SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,28 +151,20 @@ class Slotted:
     held: list
 
     def __call__(self):
-        return Head(self.held[0]["weight"])
+        return head(self.held[0]["weight"])
 
 
-class WithMethod:
-    def __init__(self):
-        self.weight = SHARED
-
-    def build(self, weight=SHARED):
-        return Head(self.weight)
-
-
-FROM_TEXT = {"SHARED": SHARED, "Head": Head}
-exec("def build(): return Head(SHARED)", FROM_TEXT)
+FROM_TEXT = {"SHARED": SHARED, "head": head}
+exec("def build(): return head(SHARED)", FROM_TEXT)
 
 REFERRING = {
     "a global": (of_a_global, "weight"),
-    "a helper's global": (of_a_helper, "0.weight"),
-    "a function within": (lambda: (lambda: Head(SHARED))(), "weight"),
-    "a default": (lambda weight=SHARED: Head(weight), "weight"),
-    "a keyword": (lambda *, weight=SHARED: Head(weight), "weight"),
-    "a partial": (partial(Head, SHARED), "weight"),
-    "a method": (WithMethod().build, "weight"),
+    "a helper's global": (lambda: nn.Sequential(of_a_global()), "0.weight"),
+    "a function within": (lambda: (lambda: head(SHARED))(), "weight"),
+    "a default": (lambda weight=SHARED: head(weight), "weight"),
+    "a keyword": (lambda *, weight=SHARED: head(weight), "weight"),
+    "a partial": (partial(head, SHARED), "weight"),
+    "a method": (MethodType(lambda self: head(self.weight), SimpleNamespace(weight=SHARED)), "weight"),
     "slots": (Slotted([{"weight": SHARED}]), "weight"),
     "a class": (OfAGlobal, "weight"),
     "a function without a module": (FROM_TEXT["build"], "weight"),
@@ -212,41 +183,30 @@ def test_a_builder_may_refer_to_what_it_shares_in_any_way(way):
 def test_a_builder_that_refers_to_more_than_is_looked_at_may_share():
     table = list(range(20_000))
     calls = []
-    layers = [LayerSpec("0", lambda: nn.Linear(2, len(table) - 19_998)), counting(calls, "1", lambda: Head(SHARED))]
+    layers = [LayerSpec("0", lambda: nn.Linear(2, len(table) - 19_998)), counting(calls, "1", lambda: head(SHARED))]
 
     assert list(build_own(layers, ["0", "1"], [0]).shared) == []
     assert calls == ["1"]
 
 
-def test_builders_of_other_ranks_are_asked_without_memory_and_their_failures_are_theirs():
-    weight = nn.Parameter(torch.zeros(2, 2))
-    devices = []
+def test_builders_of_other_ranks_are_asked_without_memory_and_random_numbers_and_their_failures_are_theirs():
+    weight, devices = nn.Parameter(torch.zeros(2, 2)), []
 
-    def head():
-        devices.append(nn.Linear(2, 2).weight.device.type)
-        return Head(weight)
+    def drawing():
+        layers = nn.Sequential(nn.Linear(3, 3), nn.LSTM(2, 2), nn.Embedding(4, 2))
+        devices.extend(parameter.device.type for parameter in layers.parameters())
+        return head(weight)
 
     def fail():
         raise RuntimeError("this one needs a file that is on its own rank")
 
-    layers = [LayerSpec("in", lambda: Head(weight)), fail, LayerSpec("out", head), Head(weight), lambda: 3]
+    layers = [LayerSpec("in", lambda: head(weight)), fail, LayerSpec("out", drawing), head(weight), lambda: 3]
+    before = torch.get_rng_state()
 
     built = build_own(layers, ["in", "1", "out", "3", "4"], [0])
 
     assert list(built.shared) == [("in.weight", "out.weight"), ("in.weight", "3.weight")]
-    assert devices == ["meta"]
-
-
-def test_asking_draws_no_random_numbers():
-    weight = nn.Parameter(torch.zeros(2, 2))
-    layers = [
-        lambda: Head(weight),
-        lambda: nn.Sequential(nn.Linear(3, 3), nn.LSTM(2, 2), nn.Embedding(4, 2)),
-    ]
-    before = torch.get_rng_state()
-
-    build_own(layers, ["0", "1"], [0])
-
+    assert set(devices) == {"meta"}
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -25,21 +25,19 @@ class Plain(nn.Module):
         return x
 
 
-class Hidden(nn.Module):
-    def forward(self, x, /, y=1):
-        return x
-
-
 def names(module, num_positional=1):
     return taken_keywords(module).names(num_positional)
 
 
 def test_a_parameter_filled_by_position_is_not_filled_by_keyword():
+    hidden = nn.Module()
+    hidden.forward = lambda x, /, y=1: x
+
     assert names(Masked()) == {"mask", "scale"}
     assert names(Masked(), 0) == {"x", "mask", "scale"}
     assert names(Masked(), 2) == {"scale"}
     assert names(Variadic(), 3) == {"scale"}
-    assert names(Hidden(), 0) == {"y"}
+    assert names(hidden, 0) == {"y"}
 
 
 def test_a_layer_gets_what_it_names_and_nothing_else():
@@ -55,9 +53,6 @@ def test_who_may_take_every_keyword_gets_all_but_those_filled_by_position():
 
     assert taken.select({"x": 1, "mask": 2, "other": 3}) == {"mask": 2, "other": 3}
     assert taken.names() == {"mask", ANY_KEYWORD}
-
-
-# ---- torch's wrappers
 
 
 @pytest.mark.parametrize(
@@ -104,9 +99,6 @@ def test_what_torch_jit_made_takes_what_its_schema_names():
         assert layer(torch.ones(1), **taken_keywords(layer).select({"mask": torch.ones(1), "scale": 2})) == 1
 
 
-# ---- the user's own
-
-
 class Wrapper(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -114,26 +106,29 @@ class Wrapper(nn.Module):
         self.drop = nn.Dropout(0.1)
 
 
-class Calling(Wrapper):
-    def forward(self, *args, **kwargs):
+def wrapper_by(forward):
+    return type(forward.__name__, (Wrapper,), {"forward": forward})
+
+
+class Passing:
+    """Forwards that pass their keywords to a submodule."""
+
+    def calling(self, *args, **kwargs):
         return self.drop(self.inner(*args, **kwargs))
 
-
-class CallingForward(Wrapper):
-    def forward(self, x, **kwargs):
+    def calling_forward(self, x, **kwargs):
         return self.inner.forward(x, **kwargs)
 
-
-class Checkpointed(Wrapper):
-    def forward(self, *args, **kwargs):
+    def checkpointed(self, *args, **kwargs):
         if self.training:
             return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
         return self.inner(*args, **kwargs)
 
-
-class CheckpointedByPath(Wrapper):
-    def forward(self, x, **others):
+    def checkpointed_by_path(self, x, **others):
         return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False, **others)
+
+
+Calling, CallingForward, Checkpointed, CheckpointedByPath = map(wrapper_by, filter(callable, vars(Passing).values()))
 
 
 def passing(forward):
@@ -150,8 +145,7 @@ class Decorated(Wrapper):
         return self.inner(x, **kwargs)
 
 
-class Inherited(Checkpointed):
-    pass
+Inherited = type("Inherited", (Checkpointed,), {})
 
 
 class Base(Calling):
@@ -175,76 +169,69 @@ def test_a_wrapper_that_passes_its_keywords_to_a_submodule_takes_what_that_takes
     assert names(wrapper(torch.compile(wrapper(Masked())))) == {"mask", "scale"}
 
 
-def test_a_wrapper_takes_what_it_names_too_and_not_what_it_gives_the_submodule_itself():
-    class Own(Wrapper):
-        def forward(self, x, factor=1.0, **kwargs):
-            return factor * self.inner(x, scale=2.0, **kwargs)
+class Giving:
+    """Forwards that give a submodule a keyword themselves."""
 
-    class ByPosition(Wrapper):
-        def forward(self, x, **kwargs):
-            return self.inner(x, None, **kwargs)
+    def by_name(self, x, factor=1.0, **kwargs):
+        return factor * self.inner(x, scale=2.0, **kwargs)
 
-    assert names(Own(Masked())) == {"factor", "mask"}
-    assert names(ByPosition(Masked())) == {"scale"}
+    def by_position(self, x, **kwargs):
+        return self.inner(x, None, **kwargs)
 
 
-def test_a_subclass_that_passes_its_keywords_to_its_base_takes_what_that_takes():
-    class Sub(Masked):
-        def forward(self, hidden, **kwargs):
-            return super().forward(hidden, **kwargs)
-
-    class Elsewhere(Masked):
-        def forward(self, hidden, **kwargs):
-            return super().other(hidden, **kwargs)
-
-    assert names(Sub()) == {"mask", "scale"}
-    assert names(Elsewhere()) == {ANY_KEYWORD}
+class OfMasked(Masked):
+    def forward(self, hidden, **kwargs):
+        return super().forward(hidden, **kwargs)
 
 
-def test_a_layer_that_ignores_further_keywords_is_given_none():
-    class Ignoring(nn.Module):
-        def forward(self, x, attention_mask=None, **kwargs):
-            return x
-
-    assert names(Ignoring()) == {"attention_mask"}
+class Elsewhere(Masked):
+    def forward(self, hidden, **kwargs):
+        return super().other(hidden, **kwargs)
 
 
-def test_a_decorated_forward_takes_what_it_names_behind_its_decorator():
-    class Layer(nn.Module):
-        @passing
-        def forward(self, x, mask=None):
-            return x
+class Ignoring(nn.Module):
+    @passing
+    def forward(self, x, attention_mask=None, **kwargs):
+        return x
 
-    assert names(Layer()) == {"mask"}
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (wrapper_by(Giving.by_name)(Masked()), {"factor", "mask"}),
+        (wrapper_by(Giving.by_position)(Masked()), {"scale"}),
+        (OfMasked(), {"mask", "scale"}),
+        (Elsewhere(), {ANY_KEYWORD}),
+        (Ignoring(), {"attention_mask"}),
+    ],
+)
+def test_a_layer_takes_what_it_names_and_what_takes_its_further_keywords_is_not_given_otherwise(layer, expected):
+    assert names(layer) == expected
 
 
 def mix(module, x, mask):
     return module(x) * mask
 
 
-class Getting(Wrapper):
-    def forward(self, x, **kwargs):
+class MayUse:
+    """Forwards that may use their keywords themselves, for all that anybody can tell."""
+
+    def getting(self, x, **kwargs):
         return self.inner(x) * kwargs.get("mask", 1.0)
 
-
-class Popping(Wrapper):
-    def forward(self, *args, **kwargs):
+    def popping(self, *args, **kwargs):
         mask = kwargs.pop("mask", 1.0)
         return self.inner(*args, **kwargs) * mask
 
-
-class ByFunction(Wrapper):
-    def forward(self, x, **kwargs):
+    def by_function(self, x, **kwargs):
         return mix(self.inner, x, **kwargs)
 
-
-class ByChosen(Wrapper):
-    def forward(self, x, **kwargs):
+    def by_chosen(self, x, **kwargs):
         inner = self.inner if self.training else self.drop
         return inner(x, **kwargs)
 
 
-@pytest.mark.parametrize("wrapper", [Getting, Popping, ByFunction, ByChosen])
+@pytest.mark.parametrize("wrapper", list(map(wrapper_by, filter(callable, vars(MayUse).values()))))
 def test_a_forward_that_may_use_its_keywords_itself_takes_every_keyword(wrapper):
     assert ANY_KEYWORD in names(wrapper(nn.Linear(4, 4)))
     assert ANY_KEYWORD in names(Calling(wrapper(nn.Linear(4, 4))))
@@ -252,7 +239,7 @@ def test_a_forward_that_may_use_its_keywords_itself_takes_every_keyword(wrapper)
 
 
 def test_a_layer_that_torch_gave_a_class_of_its_own_is_no_wrapper_of_torch():
-    layer = Getting(nn.Linear(4, 4))
+    layer = wrapper_by(MayUse.getting)(nn.Linear(4, 4))
     del layer.drop
     layer.register_parameter("gain", nn.Parameter(torch.ones(1)))
     register_parametrization(layer, "gain", nn.Identity())
@@ -273,27 +260,19 @@ def test_a_forward_of_which_nothing_is_known_takes_every_keyword():
     assert names(layer) == names(without_source) == {ANY_KEYWORD}
 
 
-# ---- forwards that were put in place of others
+@pytest.mark.parametrize(
+    ("layer", "forward", "expected"),
+    [
+        (Plain(), types.MethodType(Masked.forward, Plain()), {"mask", "scale"}),
+        (Plain(), functools.partial(Masked().forward, scale=2.0), {"mask", "scale"}),
+        (Plain(), Calling(Masked()).forward, {"mask", "scale"}),
+        (Masked(), passing(Masked().forward), {"mask", "scale"}),
+        (Masked(), lambda *args, **kwargs: None, {ANY_KEYWORD}),
+        (Masked(), functools.partial(Calling(Masked()).forward, scale=2.0), {"mask", "scale"}),
+    ],
+    ids=["method", "partial", "of another layer", "says what it wraps", "does not say", "partial of a wrapper"],
+)
+def test_a_forward_on_the_instance_is_the_one_that_counts(layer, forward, expected):
+    layer.forward = forward
 
-
-def test_a_forward_on_the_instance_is_the_one_that_counts():
-    layer = Plain()
-    layer.forward = types.MethodType(Masked.forward, layer)
-    bound = Plain()
-    bound.forward = functools.partial(Masked().forward, scale=2.0)
-    borrowed = Plain()
-    borrowed.forward = Calling(Masked()).forward
-
-    assert names(layer) == names(bound) == names(borrowed) == {"mask", "scale"}
-
-
-def test_a_forward_replaced_by_a_function_takes_what_it_says_that_it_wraps_or_everything():
-    told, untold, partly = Masked(), Masked(), Calling(Masked())
-    inner = untold.forward
-    told.forward = passing(told.forward)
-    untold.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    partly.forward = functools.partial(partly.forward, scale=2.0)
-
-    assert names(told) == {"mask", "scale"}
-    assert names(untold) == {ANY_KEYWORD}
-    assert names(partly) == {"mask", "scale"}
+    assert names(layer) == expected

@@ -12,36 +12,27 @@ from penstock.execute.stages.skips import SkipPart, StageSkipBuffer, StageSkips,
 from penstock.execute.stages.stage import Stage
 from penstock.models import Skip
 from tests.support.one_stage import OneStage
+from tests.support.using import Using
 
 
-class Puts(nn.Module):
-    """Puts twice its input under every name, and passes its input on."""
+def holding(use, names):
+    return Using(use, skips=nn.ModuleList(map(Skip, names)))
 
-    def __init__(self, *names):
-        super().__init__()
-        self.skips = nn.ModuleList(map(Skip, names))
 
-    def forward(self, x):
+def putting(*names):
+    """Return a layer that puts twice its input under every name, and passes its input on."""
+
+    def put(self, x):
         for skip in self.skips:
             skip.put(2 * x)
         return x
 
-
-class Gets(nn.Module):
-    """Adds to its input what it gets under every name."""
-
-    def __init__(self, *names):
-        super().__init__()
-        self.skips = nn.ModuleList(map(Skip, names))
-
-    def forward(self, x):
-        return x + sum(skip.get() for skip in self.skips)
+    return holding(put, names)
 
 
-def skipping(layers, arriving, leaving):
-    """The feature of a stage with these layers."""
-    skips = StageSkips(layers, arriving, leaving)
-    return lambda step, place: SkipPart(skips)
+def getting(*names):
+    """Return a layer that adds to its input what it gets under every name."""
+    return holding(lambda self, x: x + sum(skip.get() for skip in self.skips), names)
 
 
 def run(skips, layers, inputs, part=None):
@@ -52,31 +43,22 @@ def run(skips, layers, inputs, part=None):
     return part.leave(output)
 
 
-# ---- which skips are open where
-
-
 def test_a_skip_is_open_from_behind_its_first_layer_to_its_last():
     holders = {"late": [3, 4], "far": [0, 2, 5], "inside": [1, 1]}
 
     found = [open_at(border, holders) for border in range(7)]
 
-    assert found == [[], ["far"], ["far"], ["far"], ["far", "late"], ["far"], []]
-
-
-def test_open_skips_stand_in_the_order_of_their_first_layers():
+    assert found == [[], ["far"], ["far"], ["far"], ["far", "late"], ["far"], []]  # in the order of first layers
     assert open_at(3, {"b": [0, 4], "c": [1, 3], "a": [1, 5]}) == ["b", "a", "c"]
 
 
 def test_the_names_of_a_layer_are_found_wherever_they_are_in_it():
-    assert skip_names(nn.Sequential(Puts("b", "a"), nn.Sequential(Gets("b")))) == ["b", "a"]
+    assert skip_names(nn.Sequential(putting("b", "a"), nn.Sequential(getting("b")))) == ["b", "a"]
     assert skip_names(nn.Linear(1, 1)) == []
 
 
-# ---- what a stage takes and gives
-
-
 def test_what_leaves_is_the_output_and_all_open_skips():
-    layers = [Puts("a", "b"), Gets("b")]
+    layers = [putting("a", "b"), getting("b")]
     x = torch.ones(2)
 
     output, skips = run(StageSkips(layers, leaving=["a"]), layers, (x,))
@@ -100,14 +82,11 @@ def test_a_stage_hands_on_what_goes_past_it():
 def test_a_stage_without_skips_has_nothing_to_do():
     assert StageSkips([nn.Tanh()]).is_empty
     assert not StageSkips([nn.Tanh()], ["a"], ["a"]).is_empty
-    assert not StageSkips([nn.Sequential(Puts("a"))]).is_empty
-
-
-# ---- for how long a value stays
+    assert not StageSkips([nn.Sequential(putting("a"))]).is_empty
 
 
 def test_a_value_that_is_not_got_on_its_stage_is_free_as_soon_as_it_is_handed_on():
-    layers = [Puts("a"), nn.Tanh()]
+    layers = [putting("a"), nn.Tanh()]
     skips = StageSkips(layers, leaving=["a"])
 
     part = SkipPart(skips)
@@ -118,7 +97,8 @@ def test_a_value_that_is_not_got_on_its_stage_is_free_as_soon_as_it_is_handed_on
 
 
 def test_of_a_value_that_only_goes_past_a_stage_nothing_is_kept_but_the_way_of_its_gradient():
-    stage = OneStage(Stage(1, {"0": nn.Tanh()}), features=[skipping([nn.Tanh()], ["a"], ["a"])])
+    skips = StageSkips([nn.Tanh()], ["a"], ["a"])
+    stage = OneStage(Stage(1, {"0": nn.Tanh()}), features=[lambda step, place: SkipPart(skips)])
     inputs = (torch.zeros(2, requires_grad=True), {"a": (torch.ones(2, requires_grad=True), torch.ones(2), "b")})
 
     outputs, saved = stage.forward(inputs)
@@ -132,7 +112,7 @@ def test_of_a_value_that_only_goes_past_a_stage_nothing_is_kept_but_the_way_of_i
 
 
 def test_a_value_that_is_got_stays_for_a_recomputation_which_puts_nothing_new():
-    layers = [Puts("a"), Gets("a")]
+    layers = [putting("a"), getting("a")]
     skips = StageSkips(layers)
     part = SkipPart(skips)
     run(skips, layers, (torch.ones(2),), part)
@@ -141,19 +121,6 @@ def test_a_value_that_is_got_stays_for_a_recomputation_which_puts_nothing_new():
         again = nn.Sequential(*layers)(torch.zeros(2))
 
     assert torch.equal(again, torch.full((2,), 2.0))
-
-
-def test_layers_are_left_alone_after_a_forward_that_failed():
-    layers = [Puts("a"), Gets("b")]
-    skips = StageSkips(layers)
-    with pytest.raises(PenstockError):
-        run(skips, layers, (torch.ones(2),))
-
-    with pytest.raises(PenstockError, match="call connect_skips"):
-        layers[1](torch.ones(2))
-
-
-# ---- mistakes
 
 
 def buffer_of(**arrived):
@@ -167,17 +134,22 @@ def test_a_second_value_of_one_name_is_refused():
 
 
 def test_a_skip_that_is_got_before_it_is_put_is_refused_with_those_that_are_there():
+    layers = [putting("b"), getting("a")]
     with pytest.raises(PenstockError, match=r"stage 3: the skip 'a' is got before it is put \(there are: 'b'\)"):
         buffer_of(b=1).get("a")
     with pytest.raises(PenstockError, match="there are: none"):
         buffer_of().get("a")
+    with pytest.raises(PenstockError, match="there are: 'b'"):
+        run(StageSkips(layers), layers, (torch.ones(2),))
+    with pytest.raises(PenstockError, match="call connect_skips"):
+        layers[1](torch.ones(2))  # layers are left alone after a forward that failed
 
 
 def test_a_skip_that_was_not_put_is_missed_where_it_should_leave():
-    skips = StageSkips([Puts("b")], leaving=["a"], place="stage 3")
+    skips = StageSkips([putting("b")], leaving=["a"], place="stage 3")
 
     with pytest.raises(PenstockError, match="stage 3: the skip 'a' was not put, but a later stage holds a Skip"):
-        run(skips, [Puts("b")], (torch.ones(1),))
+        run(skips, [putting("b")], (torch.ones(1),))
 
 
 def test_a_none_may_be_handed_on():

@@ -11,6 +11,7 @@ from penstock.errors import MAX_SHOWN, PenstockWarning
 from penstock.execute.stages.stage import Stage
 from tests.support.local_pipelines import WIDTH, block, settle, values
 from tests.support.one_stage import OneStage
+from tests.support.using import Product, Using
 
 
 def run(parts, layer=None, *, is_split=True):
@@ -29,20 +30,6 @@ def in_two_parts(stage, saved, gradient):
     return found
 
 
-class Product(torch.autograd.Function):
-    """hidden @ weight, as a function of the user's own."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
-        return gradient @ weight.t(), hidden.flatten(0, -2).t() @ gradient.flatten(0, -2)
-
-
 class Custom(nn.Module):
     """Calls the user's own function."""
 
@@ -58,6 +45,11 @@ def custom():
     return settle(nn.Sequential(nn.Linear(WIDTH, WIDTH), Custom()), 0)
 
 
+def again(layer, use_reentrant):
+    """Return what runs its layer once more in the backward; the older way of torch begins a backward of its own."""
+    return Using(lambda self, x: checkpoint(self.layer, x, use_reentrant=use_reentrant), layer=layer)
+
+
 @pytest.mark.parametrize("is_split", [True, False])
 def test_input_part_and_weight_part_together_are_the_whole_backward(is_split):
     assert all(map(torch.equal, run(in_two_parts, is_split=is_split), run(OneStage.backward, is_split=False)))
@@ -69,17 +61,6 @@ def test_the_gradients_of_matrices_come_with_the_weight_part():
 
     assert weight is None
     assert bias is not None
-
-
-class Again(nn.Module):
-    """Runs its layer once more in the backward; in the older way of torch, that begins a backward of its own."""
-
-    def __init__(self, layer, *, use_reentrant=True):
-        super().__init__()
-        self.layer, self.use_reentrant = layer, use_reentrant
-
-    def forward(self, hidden):
-        return checkpoint(self.layer, hidden, use_reentrant=self.use_reentrant)
 
 
 def test_what_is_no_longer_needed_is_let_go_after_each_part():
@@ -124,8 +105,8 @@ def test_of_many_weights_that_cannot_wait_some_are_named_and_the_others_counted(
     [
         lambda: settle(nn.Sequential(block(0), Custom(), nn.Linear(WIDTH, 200), nn.Linear(200, WIDTH)), 0),
         lambda: settle(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), 0),
-        lambda: Again(block(0)),
-        lambda: nn.Sequential(Again(block(0), use_reentrant=False), block(1)),
+        lambda: again(block(0), True),
+        lambda: nn.Sequential(again(block(0), False), block(1)),
     ],
     ids=[
         "little that cannot wait",

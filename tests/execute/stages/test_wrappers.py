@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.local_pipelines import error_of
+from penstock.errors import ConfigError
+from tests.support.local_pipelines import assert_errors, error_of
 from tests.support.replicas import (
     FLOAT,
     assert_gradients,
@@ -21,8 +22,6 @@ from tests.support.replicas import (
     own_rows,
     pipeline_of,
 )
-
-# ---- fully_shard
 
 
 def sharded_layers(own_mesh, **options):
@@ -37,11 +36,21 @@ def replicated_layers(own_mesh):
     return [replicate(layer, mesh=own_mesh["replica"]) for layer in layers()]
 
 
-def train_sharded(rank, make, schedule, options):
+def set_of_callers(model, seed):
+    """Make the caller's own settings of fully_shard: no reduction in the first step, nothing resharded in it."""
+    for layer in model:
+        layer.set_requires_gradient_sync(seed == 2)
+        layer.set_reshard_after_forward(seed == 1)
+        layer.set_reshard_after_backward(seed == 2)
+
+
+def train_sharded(rank, make, schedule, options, prepare=lambda model, seed: None):
     """Two steps whose gradients add up, with evaluation between them."""
     own_mesh = mesh()
-    pipeline = pipeline_of(make(own_mesh), schedule, own_mesh, **options)
+    model = make(own_mesh)
+    pipeline = pipeline_of(model, schedule, own_mesh, **options)
     for seed in (1, 2):
+        prepare(model, seed)
         inputs, target = own_rows(own_mesh, seed)
         pipeline.step(inputs, target=target)
         pipeline.evaluate(inputs, target=target)
@@ -66,27 +75,14 @@ def test_sharded_gradients_are_those_of_the_whole_batch(four_ranks, make, schedu
     assert_gradients(found, expected_gradients(seeds=(1, 2)))
 
 
-def train_with_settings(rank):
-    """The caller's own settings of fully_shard: no reduction in the first step, nothing sharded between backwards."""
-    own_mesh = mesh()
-    model = sharded_layers(own_mesh)
-    pipeline = pipeline_of(model, "1f1b", own_mesh)
-    for seed in (1, 2):
-        for layer in model:
-            layer.set_requires_gradient_sync(seed == 2)
-            layer.set_reshard_after_forward(seed == 1)
-            layer.set_reshard_after_backward(seed == 2)
-        inputs, target = own_rows(own_mesh, seed)
-        pipeline.step(inputs, target=target)
-    return gradients_of(pipeline)
-
-
 def test_the_settings_of_fully_shard_are_the_callers(four_ranks):
-    assert_gradients(four_ranks.run(train_with_settings), expected_gradients(seeds=(1, 2)))
+    found = four_ranks.run(train_sharded, sharded_layers, "1f1b", {}, set_of_callers)
+
+    assert_gradients(found, expected_gradients(seeds=(1, 2)))
 
 
 def look_at_sharded(rank):
-    """The types of gradients in mixed precision, a memory report, and a step after one that failed."""
+    """Whether gradients in mixed precision are right, and a memory report counts a rank's shards."""
     own_mesh = mesh()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=FLOAT)
     mixed = pipeline_of(sharded_layers(own_mesh, mp_policy=policy), "1f1b", own_mesh)
@@ -121,9 +117,6 @@ def evaluate_before_stepping(rank):
 def test_evaluation_leaves_no_gathered_weights_behind(four_ranks):
     for before, after in four_ranks.run(evaluate_before_stepping):
         assert before != after
-
-
-# ---- what is refused
 
 
 def wrap_plainly(layer, own_mesh, **options):
@@ -168,24 +161,17 @@ REFUSED = {
 
 def refusals(rank):
     """What each wrapper is refused with; only the third of four layers has it, which the second rank holds."""
-    own_mesh = mesh()
-    found = {}
-    for name, wrap in REFUSED.items():
+    own_mesh, errors = mesh(), []
+    for wrap in REFUSED.values():
         model = layers()
         model[2] = wrap(model[2], own_mesh)
-        error = error_of(pipeline_of, model, "1f1b", own_mesh)
-        found[name] = type(error).__name__, str(error)
-    return found
+        errors.append(error_of(pipeline_of, model, "1f1b", own_mesh))
+    return errors
 
 
 def test_a_wrapper_that_would_be_wrong_is_refused_on_all_ranks_with_the_fix(four_ranks):
-    found = four_ranks.run(refusals)
-
-    for texts in found:
-        for fix, (kind, text) in texts.items():
-            assert kind == "ConfigError", (fix, text)
-            assert "stage 1, layer 2" in text
-            assert fix in text
+    for fix, *errors in zip(REFUSED, *four_ranks.run(refusals), strict=True):
+        assert_errors(errors, ConfigError, "stage 1, layer 2", fix)
 
 
 def refused_splits(rank):
