@@ -35,14 +35,15 @@ class SayingMessenger:
 
 
 class SayingPasses:
-    """A stage that notes what it is asked to run, and returns the names of what it would return."""
+    """A stage that notes what it is asked to run, and returns the names of what it would return, or given outputs."""
 
-    def __init__(self, said):
+    def __init__(self, said, outputs="outputs"):
         self._said = said
+        self._outputs = outputs
 
     def forward(self, step, place, inputs, keywords):
         self._said.append(("forward", place, inputs, dict(keywords)))
-        return "outputs", "saved"
+        return self._outputs, "saved"
 
     def backward(self, saved, gradients):
         self._said.append(("backward", saved, gradients))

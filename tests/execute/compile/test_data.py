@@ -1,5 +1,7 @@
 """Data are pulled before the first call that needs them, as soon as the rank would wait, and dropped after the last."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from penstock.execute.batch.prefetcher import Prefetcher
@@ -7,7 +9,6 @@ from penstock.execute.compile.data import microbatch_of_data_row, with_data_call
 from penstock.execute.losses.step_losses import StepLosses
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Bound, Step
-from penstock.ir.instruction import Op
 from penstock.lowering import lower
 from penstock.schedules import build
 from tests.acceptance.steps.test_streamed_steps import Masked
@@ -17,21 +18,15 @@ def woven(calls, needs):
     """Run calls, `0w` a wait of row 0 and `0` its computation, and tell what ran and what happened to data."""
     log = []
 
-    class Noting(Prefetcher):
-        def pull(self, microbatch):
-            log.append(f"pull {microbatch}")
-
-        def arrive(self, microbatch):
-            log.append(f"get {microbatch}")
-
-        def release(self, microbatch):
-            log.append(f"drop {microbatch}")
+    def noting(act):
+        return lambda microbatch: log.append(f"{act} {microbatch}")
 
     def bound(text):
         row = int(text.rstrip("w"))
         return Bound(row, lambda step: log.append(text), 99 if text.endswith("w") else None)
 
-    step = Step([], StepLosses(0, 1), prefetcher=Noting([]))
+    prefetcher = Mock(Prefetcher, pull=noting("pull"), arrive=noting("get"), release=noting("drop"))
+    step = Step([], StepLosses(0, 1), prefetcher=prefetcher)
     for each in with_data_calls([bound(text) for text in calls.split()], needs):
         each.call(step)
     return ", ".join(log)
@@ -53,18 +48,16 @@ def test_a_pull_comes_at_the_next_wait_and_at_the_latest_before_its_use(calls, n
     assert woven(calls, needs) == wanted
 
 
-@pytest.mark.parametrize(("rank", "takes"), [(0, {"0F0": 0, "0F1": 1}), (1, {}), (2, {"2F0": 0, "2F1": 1})])
-def test_forwards_of_end_stages_take_data(rank, takes):
-    assert data_rows_of(rank, Stage(rank, {})) == takes
-
-
-def test_forwards_of_layers_that_take_keywords_take_data():
-    assert data_rows_of(1, Stage(1, {"masked": Masked(0)})) == {"1F0": 0, "1F1": 1}
-
-
-def data_rows_of(rank, stage):
+@pytest.mark.parametrize(
+    ("rank", "layers", "takes"),
+    [(0, {}, ["0F0", "0F1"]), (1, {}, []), (1, {"masked": Masked(0)}, ["1F0", "1F1"]), (2, {}, ["2F0", "2F1"])],
+)
+def test_forwards_of_end_stages_and_of_layers_that_take_keywords_take_data(rank, layers, takes):
     program = lower(build("1f1b", ranks=3, microbatches=2))
-    rows = range(int(program.offsets[rank]), int(program.offsets[rank + 1]))
-    found = microbatch_of_data_row(program, rows, {rank: stage})
-    assert all(program.op[row] == Op.FORWARD for row in found)
-    return {str(program.instruction(row)): microbatch for row, microbatch in found.items()}
+    rows = range(*map(int, program.offsets[rank : rank + 2]))
+
+    found = microbatch_of_data_row(program, rows, {rank: Stage(rank, layers)})
+
+    assert {str(program.instruction(row)): microbatch for row, microbatch in found.items()} == {
+        text: microbatch for microbatch, text in enumerate(takes)
+    }

@@ -19,56 +19,46 @@ from penstock.schedules import build
 from tests.support.one_stage import PLACE, step_of
 
 
-class Everything(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.carry, self.loss = Carry(), AuxiliaryLoss("a")
+def carrying_layer():
+    layer = nn.Module()
+    layer.carry, layer.loss = Carry(), AuxiliaryLoss("a")
+    return layer
 
 
-def composed(schedule, layer=None, *, skips=None, seed=None):
-    stage = Stage(1, {"0": layer or nn.Linear(2, 2)})
+PLAIN = build("1f1b", ranks=2, microbatches=2)
+SLICED = build("seq1f1b", ranks=2, microbatches=2, slices=2)
+AGAIN = ps.with_recompute(PLAIN, stages=[1])
+
+
+def composed(schedule, layer, *, skip=None, seed=None):
+    stage, skips = Stage(1, {"0": layer}), {1: StageSkips([layer], [skip], [skip])} if skip else {}
     draws = Randomness(seed, [torch.default_generator])
-    return compose_stages(lower(schedule), [stage], skips or {}, draws, {1: GradientStore(stage.parameters)})
+    return compose_stages(lower(schedule), [stage], skips, draws, {1: GradientStore(stage.parameters)})
 
 
-def kinds(passes):
-    return [type(part) for part in passes[1].begin_parts(step_of(), PLACE)]
+@pytest.mark.parametrize(
+    ("schedule", "make", "options", "kinds"),
+    [
+        (PLAIN, nn.Identity, {}, []),
+        (SLICED, carrying_layer, {"skip": "x", "seed": 3}, [AddedLossPart, CarryPart, SkipPart, RandomPart]),
+        (PLAIN, carrying_layer, {}, [AddedLossPart]),
+        (AGAIN, nn.Identity, {}, [RandomPart]),
+        (AGAIN, nn.Identity, {"seed": 3}, [RandomPart]),
+    ],
+    ids=["a plain stage", "everything", "whole sequences", "forwards that run again", "with a seed"],
+)
+def test_features_come_in_the_order_of_autograds_roots(schedule, make, options, kinds):
+    passes = composed(schedule, make(), **options)[1]
 
-
-def test_a_plain_stage_has_no_features():
-    passes = composed(build("1f1b", ranks=2, microbatches=2))
-
-    assert kinds(passes) == []
-    assert type(passes[1]) is StagePasses
-
-
-def test_features_come_in_the_order_of_autograds_roots():
-    layer = Everything()
-    skips = {1: StageSkips([layer], ["x"], ["x"])}
-
-    passes = composed(build("seq1f1b", ranks=2, microbatches=2, slices=2), layer, skips=skips, seed=3)
-
-    assert kinds(passes) == [AddedLossPart, CarryPart, SkipPart, RandomPart]
-
-
-def test_nothing_is_carried_where_sequences_are_whole():
-    assert kinds(composed(build("1f1b", ranks=2, microbatches=2), layer=Everything())) == [AddedLossPart]
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-def test_forwards_that_run_again_draw_again(seed):
-    schedule = ps.with_recompute(build("1f1b", ranks=2, microbatches=2), stages=[1])
-
-    passes = composed(schedule, seed=seed)
-
-    assert kinds(passes) == [RandomPart]
+    assert type(passes) is StagePasses
+    assert [type(part) for part in passes.begin_parts(step_of(), PLACE)] == kinds
 
 
 @pytest.mark.parametrize(("name", "is_split"), [("zb-h1", True), ("1f1b", False)])
 def test_only_schedules_with_split_backwards_make_forwards_for_them(name, is_split):
     schedule = build(name, ranks=2, microbatches=2)
 
-    options = [composed(each)[1].options for each in (schedule, schedule.forward_only())]
+    options = [composed(each, nn.Identity())[1].options for each in (schedule, schedule.forward_only())]
 
     assert [each.is_split for each in options] == [is_split, False]
     assert [each.is_training for each in options] == [True, False]

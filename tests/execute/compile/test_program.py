@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from penstock.execute.compile.program import compile_program
 from penstock.execute.observing.observer import Observer
@@ -38,14 +39,11 @@ class Saying(Observer):
 def saying(word, said):
     """Return a change that does the same."""
 
-    def wrap(bound):
-        def call(step):
-            said.append(word)
-            bound.call(step)
+    def call(bound, step):
+        said.append(word)
+        bound.call(step)
 
-        return replace(bound, call=call)
-
-    return lambda bounds: [wrap(bound) for bound in bounds]
+    return lambda bounds: [replace(bound, call=partial(call, bound)) for bound in bounds]
 
 
 def test_each_row_becomes_one_call_or_two_with_the_wait():

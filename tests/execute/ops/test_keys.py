@@ -24,24 +24,17 @@ def test_kinds_of_values_have_keys_apart_and_results_one_a_row():
             assert keys.message_of(row) in keys.messages
 
 
-def test_a_backward_has_the_key_of_its_forward():
-    keys = Keys(PROGRAM, 0)
-
-    assert keys.activation_of(row_of(PROGRAM, "0F1")) == keys.activation_of(row_of(PROGRAM, "0B1"))
-    assert keys.activation_of(row_of(PROGRAM, "0F0")) != keys.activation_of(row_of(PROGRAM, "0F1"))
-
-
-def test_a_key_is_named_by_the_last_instruction_that_filled_it():
+def test_a_backward_has_the_key_of_its_forward_which_is_named_by_the_last_instruction_that_filled_it():
     keys = Keys(PROGRAM, 1)
     forward, receive = row_of(PROGRAM, "1F2", 1), row_of(PROGRAM, "1RECV_F2", 1)
 
+    of_first, of_second, of_backward = (
+        Keys(PROGRAM, 0).activation_of(row_of(PROGRAM, text)) for text in ("0F0", "0F1", "0B1")
+    )
+    assert of_first != of_second == of_backward
     assert keys.name(keys.activation_of(forward)) == "saved activation of 1F2"
     assert keys.name(keys.message_of(receive)) == "received message of 1RECV_F2"
     assert keys.name(keys.result_of(forward)) == "result of 1F2"
     assert keys.name(99) == "value 99"
-
-
-def test_without_forwards_and_messages_there_are_no_such_keys():
-    keys = Keys(lower(build("1f1b", ranks=1, microbatches=1)), 0)
-
-    assert (len(keys.activations), len(keys.messages)) == (1, 0)
+    alone = Keys(lower(build("1f1b", ranks=1, microbatches=1)), 0)
+    assert (len(alone.activations), len(alone.messages)) == (1, 0)

@@ -10,10 +10,9 @@ from penstock.execute.ops import HANDLERS
 from penstock.execute.transport import TorchTransport
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.lowering import lower
-from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.support.compiled import context_of, row_of, step_for
-from tests.support.local_pipelines import float_task, on_ranks, step_task
+from tests.support.local_pipelines import float_task, on_ranks, pipeline_of, step_task
 from tests.support.ranks import run_ranks
 
 PROGRAM = lower(build("gpipe", ranks=2, microbatches=3))
@@ -44,8 +43,6 @@ def test_a_value_is_sent_under_its_key_and_what_the_peer_says_it_has_used_is_rel
     assert sent(text, rank, value) == [call]
     assert sent(text, rank, value, at=at + 1) == [call, ("release", 1 - rank, 2)]
 
-
-# ---- how far it is from the loop to the transport
 
 MAX_FRAMES = 6
 OWN_FILES = penstock.__path__[0]
@@ -86,35 +83,31 @@ class Looking:
         return self._transport.send(*message)
 
 
-def test_a_send_is_a_few_frames_from_the_loop():
-    def case(wires):
-        transport, task = Looking(wires), float_task(4)
-        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=transport)
+def frames_of_sends(transport, looking):
+    """Return how many frames of ours end in each send of a second step, which has no headers."""
+    task = float_task(4)
+    with pipeline_of(transport, task, "1f1b", 2) as pipeline:
         step_task(pipeline, task)
-        transport.seen.clear()
-        step_task(pipeline, task)  # from now on without headers
-        return transport.seen
-
-    for seen in on_ranks(2, case):
-        assert len(seen) == 2
-        assert max(seen) <= MAX_FRAMES
-
-
-@pytest.mark.slow
-def test_a_send_over_gloo_is_no_more_frames_from_the_loop():
-    for seen in run_ranks(2, over_gloo):
-        assert len(seen) == 2
-        assert max(seen) <= MAX_FRAMES
+        looking.seen.clear()
+        step_task(pipeline, task)
+    return looking.seen
 
 
 def over_gloo(rank):
-    transport, task = TorchTransport(deadline_s=30.0, is_direct=False), float_task(4)
+    transport = TorchTransport(deadline_s=30.0, is_direct=False)
     link = Looking(transport._backends[0])
     for key, found in transport._links.items():
         transport._links[key] = replace(found, outgoing=link)
-    pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=transport)
-    step_task(pipeline, task)
-    link.seen.clear()
-    step_task(pipeline, task)  # from now on without headers
-    pipeline.close()
-    return link.seen
+    return frames_of_sends(transport, link)
+
+
+@pytest.mark.parametrize("is_over_gloo", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_send_is_a_few_frames_from_the_loop(is_over_gloo):
+    if is_over_gloo:
+        seen_by_ranks = run_ranks(2, over_gloo)
+    else:
+        seen_by_ranks = on_ranks(2, lambda wires: frames_of_sends(looking := Looking(wires), looking))
+
+    for seen in seen_by_ranks:
+        assert len(seen) == 2
+        assert max(seen) <= MAX_FRAMES

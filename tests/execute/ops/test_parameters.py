@@ -1,5 +1,7 @@
 """Handlers ask layouts, tied copies and the optimizer; what a layout launches goes on until a row needs it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -81,16 +83,13 @@ class Launching(ParameterLayout):
         self.said.append("failed")
 
     def ticket(self, name):
-        said, fails = self.said, self.fails
-        said.append(name)
+        def wait():
+            if self.fails:
+                raise PipelineError("the replica is gone")
+            self.said.append(f"{name} is here")
 
-        class Ticket:
-            def wait(self):
-                if fails:
-                    raise PipelineError("the replica is gone")
-                said.append(f"{name} is here")
-
-        return Ticket()
+        self.said.append(name)
+        return SimpleNamespace(wait=wait)
 
 
 class Calls(Observer):
@@ -103,34 +102,28 @@ class Calls(Observer):
         self.said.append((str(program.instruction(bound.row)), bound.awaits))
 
 
-class Layer(nn.Linear):
-    def __init__(self, said):
-        super().__init__(2, 2)
-        self.said = said
-
-    def forward(self, hidden):
-        self.said.append("forward")
-        return super().forward(hidden)
-
-
-def pipeline_of(program, said, calls, *, fails=False, **options):
-    """Return a pipeline of one rank whose layouts launch; they are put in place before its first step."""
-    layers = [Layer(said) for _ in range(program.num_stages)]
+def pipeline_of(program, *, launches=True, fails=False, **options):
+    """Return a pipeline of one rank whose layouts launch, what is said in a step, and its calls."""
+    said, calls, layers = [], [], [nn.Linear(2, 2) for _ in range(program.num_stages)]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: said.append("forward"))
     pipeline = Pipeline(layers, program, loss=nn.functional.mse_loss, observers=[Calls(calls)], **options)
-    parameters = pipeline._runner.session.parameters
-    for stage, unit in parameters.unit_of.items():
+    for unit in pipeline._runner.session.parameters.unit_of.values() if launches else ():
         object.__setattr__(unit, "layout", Launching(said, fails))
-        assert parameters.unit_of[stage] is unit
-    return pipeline
+    return pipeline, said, calls
 
 
-def step(pipeline):
-    pipeline.step(torch.ones(2, 2), target=torch.zeros(2, 2))
+def step(pipeline, **options):
+    pipeline.step(torch.ones(2, 2), target=torch.zeros(2, 2), **options)
+
+
+def ends_of(said):
+    """Return what says that the reductions are over, in their order."""
+    return [f"{each} is here" for each in said if each in ("reduction 0", "reduction 1")]
 
 
 def test_a_computation_waits_for_the_gather_of_its_stage():
-    said, calls = [], []
-    pipeline = pipeline_of(GATHERED, said, calls)
+    pipeline, said, calls = pipeline_of(GATHERED)
 
     step(pipeline)
 
@@ -139,14 +132,12 @@ def test_a_computation_waits_for_the_gather_of_its_stage():
 
 
 def test_what_no_row_waits_for_is_over_behind_the_last_row_and_recorded_as_such():
-    said, calls = [], []
     program = lower(build("interleaved-1f1b", ranks=1, microbatches=1, stages_per_rank=2))
-    pipeline = pipeline_of(program, said, calls)
+    pipeline, said, calls = pipeline_of(program)
 
-    pipeline.step(torch.ones(2, 2), target=torch.zeros(2, 2), record=True)
+    step(pipeline, record=True)
 
-    launched = [each for each in said if each.startswith("reduction") and not each.endswith("here")]
-    assert said[-4:] == [f"{launched[0]} is here", f"{launched[1]} is here", "over", "over"]
+    assert said[-4:] == [*ends_of(said), "over", "over"]
     last, rows = str(program.instruction(program.num_rows - 1)), program.rows_of(REDUCES_REPLICAS)
     assert {(text, awaited) for text, awaited in calls if awaited is not None} == {(last, row) for row in rows}
     end_s = pipeline.timeline.end_s
@@ -155,21 +146,26 @@ def test_what_no_row_waits_for_is_over_behind_the_last_row_and_recorded_as_such(
 
 
 def test_the_optimizer_waits_for_all_reductions():
-    said, calls = [], []
     program = lower(build("interleaved-1f1b", ranks=1, microbatches=1, stages_per_rank=2), optimizer_step=True)
-    pipeline = pipeline_of(program, said, calls, optimizer_step=lambda: said.append("step"))
+    pipeline, said, calls = pipeline_of(program, optimizer_step=lambda: said.append("step"))
 
     step(pipeline)
 
-    launched = [each for each in said if each.startswith("reduction") and not each.endswith("here")]
-    assert sorted(launched) == ["reduction 0", "reduction 1"]
-    assert said[-5:] == [f"{launched[0]} is here", f"{launched[1]} is here", "step", "over", "over"]
+    assert len(ends_of(said)) == 2
+    assert said[-5:] == [*ends_of(said), "step", "over", "over"]
     assert [text for text, awaited in calls if awaited is not None] == ["0STEP", "0STEP"]
 
 
+def test_without_such_layouts_nothing_waits():
+    pipeline, _, calls = pipeline_of(GATHERED, launches=False)
+
+    step(pipeline)
+
+    assert {awaited for _, awaited in calls} == {None}
+
+
 def test_a_callers_function_finds_the_gradients_whole():
-    said = []
-    pipeline = pipeline_of(GATHERED, said, [], reduce_stage=lambda stage: said.append("caller"))
+    pipeline, said, _ = pipeline_of(GATHERED, reduce_stage=lambda stage: said.append("caller"))
 
     step(pipeline)
 
@@ -178,17 +174,7 @@ def test_a_callers_function_finds_the_gradients_whole():
 
 @pytest.mark.parametrize("program", [GATHERED, lower(build("gpipe", ranks=1, microbatches=1), optimizer_step=True)])
 def test_what_fails_fails_the_step(program):
-    said = []
-    pipeline = pipeline_of(program, said, [], fails=True)
+    pipeline, said, _ = pipeline_of(program, fails=True)
 
     assert "the replica is gone" in str(error_of(step, pipeline))
     assert said[-2:] == ["failed", "over"]
-
-
-def test_without_such_layouts_nothing_waits():
-    calls = []
-    pipeline = Pipeline([nn.Linear(2, 2)], GATHERED, loss=nn.functional.mse_loss, observers=[Calls(calls)])
-
-    step(pipeline)
-
-    assert all(awaited is None for _, awaited in calls)

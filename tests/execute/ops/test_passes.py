@@ -19,35 +19,14 @@ from tests.support.local_pipelines import WIDTH, on_ranks, settle, square_loss, 
 LOCAL = lower(drawn(Placement.explicit([0, 0]), "0F0 1F0 1B0 0B0"))
 
 
-class Giving(SayingPasses):
-    """Returns the same outputs from every forward."""
-
-    def __init__(self, outputs, said):
-        super().__init__(said)
-        self._outputs = outputs
-
-    def forward(self, step, place, inputs, keywords):
-        super().forward(step, place, inputs, keywords)
-        return self._outputs, "saved"
-
-
-def local_stages(outputs):
-    """Return what compiles rows of `LOCAL` whose stages return these outputs, what runs them, and what is said."""
-    said = []
-    passes = Giving(outputs, said)
-    context = context_of(LOCAL, 0, said, passes={0: passes, 1: passes})
+@pytest.mark.feature("C17")
+def test_outputs_and_gradients_of_a_stage_on_this_rank_stay_here():
+    value, said = torch.ones(2, requires_grad=True), []
+    context = context_of(LOCAL, 0, said, passes=dict.fromkeys((0, 1), SayingPasses(said, value)))
     step = step_for(context)
 
     def run_row(handler, text):
         run_calls(handler(context, row_of(LOCAL, text)), step)
-
-    return run_row, step, said
-
-
-@pytest.mark.feature("C17")
-def test_outputs_and_gradients_of_a_stage_on_this_rank_stay_here():
-    value = torch.ones(2, requires_grad=True)
-    run_row, step, said = local_stages(value)
 
     run_row(forward, "0F0")
     assert said[1:] == [("note_outputs", (0, 0, 0), value, "0F0")]

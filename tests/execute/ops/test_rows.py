@@ -8,16 +8,12 @@ from penstock.lowering import lower
 from penstock.schedules import build
 
 
-def texts(program, rows):
-    return [str(program.instruction(row)) if row != NONE else "" for row in rows]
-
-
 def test_each_row_has_the_row_of_this_rank_that_its_data_come_from():
     program = lower(build("1f1b", ranks=2, microbatches=1))
     rows = RankRows.of(program, 1)
 
-    found = dict(zip(texts(program, rows.rows), texts(program, rows.source.values()), strict=True))
-
+    texts = {row: str(program.instruction(row)) for row in rows.rows} | {NONE: ""}
+    found = {texts[row]: texts[source] for row, source in zip(rows.rows, rows.source.values(), strict=True)}
     assert found == {"1RECV_F0": "", "1F0": "1RECV_F0", "1B0": "", "1SEND_B0": "1B0", "1REDUCE_GRAD": ""}
 
 
