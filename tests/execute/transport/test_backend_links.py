@@ -3,19 +3,15 @@
 import math
 import threading
 import time
+from contextlib import nullcontext
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from penstock.execute.transport import backend_links
-from penstock.execute.transport.backend_links import (
-    BackendLink,
-    GlooWaiter,
-    QueuedMessage,
-    abort_all,
-    connect_devices,
-)
+from penstock.execute.transport.backend_links import BackendLink, GlooWaiter, QueuedMessage, abort_all, connect_devices
 from penstock.execute.transport.links import MessageLate
 from penstock.execute.transport.protocol import Tag
 from penstock.running_time import running_s
@@ -61,66 +57,39 @@ def message(work):
     return QueuedMessage(work, torch.zeros(1))
 
 
-def test_a_message_on_its_way_is_not_over_and_blocks_nobody():
-    work = Work(1)
+def test_a_message_on_its_way_blocks_nobody_but_a_host_that_waits_until_it_is_there():
+    work, awaited = Work(1), Work(5)
 
     assert not message(work).is_over()
     assert work.calls == []
     assert message(work).is_over()
-    assert work.calls == ["wait"]
+    message(awaited).wait(20.0)
+    assert (work.calls, awaited.calls, awaited.num_looks) == (["wait"], ["wait"], -1)
 
 
-def test_the_host_waits_until_the_message_is_there_and_the_stream_goes_on_behind_it():
-    work = Work(5)
-
-    message(work).wait(20.0)
-
-    assert (work.calls, work.num_looks) == (["wait"], -1)
-
-
-def test_a_message_that_does_not_come_ends_the_wait_at_the_deadline():
+def test_a_message_that_does_not_come_or_fails_ends_the_wait_at_the_deadline_or_at_once():
     begin_s = time.monotonic()
 
     with pytest.raises(MessageLate):
         message(Work()).wait(0.02)
 
     assert time.monotonic() - begin_s >= 0.02
-
-
-def test_what_went_wrong_with_a_message_is_raised_where_it_is_waited_for():
     with pytest.raises(RuntimeError, match="remote process exited"):
         message(Work(2, problem=RuntimeError("NCCL: remote process exited"))).wait(20.0)
 
 
-@pytest.mark.parametrize(("has_failed", "calls"), [(False, ["block_current_stream"]), (None, ["wait"])])
-def test_behind_a_message_that_has_ended_well_the_stream_goes_on(has_failed, calls):
+@pytest.mark.parametrize(
+    ("has_failed", "calls"),
+    [(False, ["block_current_stream"]), (None, ["wait"]), (True, [])],
+    ids=["well", "not told", "failed"],
+)
+def test_behind_a_message_that_has_ended_well_the_stream_goes_on_and_no_wait_aborts_a_backend_alone(has_failed, calls):
     work = Work(0, has_failed=has_failed)
 
-    message(work).is_over()
-
-    assert work.calls == calls
-
-
-def test_of_a_message_that_has_failed_no_wait_aborts_its_backend_alone():
-    work = Work(0, has_failed=True)
-
-    with pytest.raises(RuntimeError, match="NCCL has lost the connection"):
+    with pytest.raises(RuntimeError, match="NCCL has lost the connection") if has_failed else nullcontext():
         message(work).is_over()
 
-    assert work.calls == []
-
-
-class Directed:
-    """A backend that notes what is asked of it."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def send(self, tensors, destination, tag):
-        return f"{self.name} sends to {destination} with {tag:d}"
-
-    def recv(self, tensors, source, tag):
-        return f"{self.name} receives from {source} with {tag:d}"
+    assert work.calls == calls
 
 
 class Grouping:
@@ -156,32 +125,29 @@ def test_after_a_call_that_raised_later_ones_begin(fail):
 
 
 def test_each_direction_of_a_link_has_a_backend_of_its_own():
-    link = BackendLink(2, Tag.DATA, Directed("up"), Directed("down"), lambda work, tensor: (work, tensor.shape))
+    up, down, tensor = Mock(), Mock(), torch.zeros(1)
+    link = BackendLink(2, Tag.DATA, up, down, lambda work, tensor: (work, tensor.shape))
 
-    assert link.send(torch.zeros(3)) == ("up sends to 2 with 0", (3,))
-    assert link.receive(torch.zeros(4)) == ("down receives from 2 with 0", (4,))
-
-
-# ---- gloo in the main thread
+    assert link.send(tensor) == (up.send.return_value, (1,))
+    assert link.receive(tensor) == (down.recv.return_value, (1,))
+    assert up.mock_calls == [call.send([tensor], 2, Tag.DATA)]
+    assert down.mock_calls == [call.recv([tensor], 2, Tag.DATA)]
 
 
 class GlooStandIn:
-    """A work that ends when its test says."""
+    """A work that has ended, well or with a problem."""
 
     def __init__(self, problem=None):
-        self.may_end, self.problem, self.waited_by = threading.Event(), problem, None
+        self.problem, self.waited_by = problem, None
 
     def wait(self, limit):
         self.waited_by = threading.current_thread().name
-        self.may_end.wait(limit.total_seconds())
         if self.problem is not None:
             raise self.problem
 
 
 def test_the_main_thread_waits_for_gloo_through_another_one_which_serves_again():
     waiter, works = GlooWaiter(), [GlooStandIn(), GlooStandIn(RuntimeError("Timed out"))]
-    for work in works:
-        work.may_end.set()
 
     waiter.message(works[0], torch.zeros(1)).wait(SLACK_S)
     with pytest.raises(RuntimeError, match="Timed out"):
@@ -197,9 +163,8 @@ def waiting():
 @pytest.mark.parametrize("drop", [GlooWaiter.close, lambda waiter: None], ids=["closed", "dropped"])
 def test_the_thread_ends_with_its_waiter(drop):
     before = waiting()  # those of earlier tests may end meanwhile
-    waiter, work = GlooWaiter(), GlooStandIn()
-    work.may_end.set()
-    waiter.message(work, torch.zeros(1)).wait(SLACK_S)
+    waiter = GlooWaiter()
+    waiter.message(GlooStandIn(), torch.zeros(1)).wait(SLACK_S)
     assert len(waiting() - before) == 1
 
     drop(waiter)
@@ -211,33 +176,12 @@ def test_the_thread_ends_with_its_waiter(drop):
     assert waiting() - before == set()
 
 
-# ---- how the accelerators of a group connect
-
-
-class Backend:
-    """Posts messages as its test says; aborts end only while others run."""
-
-    def __init__(self, post, aborts):
-        self._post, self._aborts, self.posted = post, aborts, []
-
-    def send(self, tensors, destination, tag):
-        self.posted.append(("send", destination))
-        return self._post()
-
-    def recv(self, tensors, source, tag):
-        self.posted.append(("recv", source))
-        return self._post()
-
-    def abort(self):
-        self._aborts.wait(SLACK_S)
-
-
 def connect(monkeypatch, post, rank=1, num_ranks=3):
-    """Connect one rank; return its backends, and the barrier of their aborts."""
+    """Connect one rank by backends whose aborts end only while others run; return them, and the barrier of aborts."""
     aborts, made = threading.Barrier(2), []
 
     def make(*arguments):
-        made.append(Backend(post, aborts))
+        made.append(Mock(send=Mock(side_effect=post), recv=Mock(side_effect=post), abort=lambda: aborts.wait(SLACK_S)))
         return made[-1]
 
     monkeypatch.setattr(backend_links, "device_backend", make)
@@ -245,28 +189,24 @@ def connect(monkeypatch, post, rank=1, num_ranks=3):
 
 
 def test_a_number_goes_over_every_channel_of_a_rank_in_the_order_of_all(monkeypatch):
-    made, _, run = connect(monkeypatch, lambda: Work(0))
+    made, _, run = connect(monkeypatch, lambda *_: Work(0))
 
     assert run() == made
-    upward, downward = made
-    assert upward.posted == [("recv", 0), ("send", 2)]
-    assert downward.posted == [("send", 0), ("recv", 2)]
+    upward, downward = ([(name, peer) for name, (_, peer, _), _ in backend.mock_calls] for backend in made)
+    assert upward == [("recv", 0), ("send", 2)]
+    assert downward == [("send", 0), ("recv", 2)]
 
 
-def blocks_for_ever():
+def blocks_for_ever(*_):
     threading.Event().wait()
-
-
-def fails():
-    raise RuntimeError("NCCL error")
 
 
 @pytest.mark.parametrize(
     ("post", "text"),
     [
-        (Work, "a first message did not come within 0.3 s"),
+        (lambda *_: Work(), "a first message did not come within 0.3 s"),
         (blocks_for_ever, "a rank did not connect its device within 0.3 s"),
-        (fails, "NCCL error"),
+        (RuntimeError("NCCL error"), "NCCL error"),
     ],
 )
 def test_where_a_rank_does_not_come_all_is_undone_at_once_and_in_time(monkeypatch, post, text):
@@ -280,14 +220,9 @@ def test_where_a_rank_does_not_come_all_is_undone_at_once_and_in_time(monkeypatc
     assert not aborts.broken
 
 
-class Hangs:
-    def abort(self):
-        blocks_for_ever()
-
-
 def test_an_abort_that_does_not_come_back_is_left_behind_in_time():
     begin_s = running_s()
 
-    abort_all([Hangs(), Hangs()], DEADLINE_S)
+    abort_all([Mock(abort=blocks_for_ever)] * 2, DEADLINE_S)
 
     assert DEADLINE_S <= running_s() - begin_s < DEADLINE_S + SLACK_S / 2

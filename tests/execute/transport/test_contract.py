@@ -1,4 +1,4 @@
-"""The contract of transports: every test here runs on threads of one process and on gloo."""
+"""The contract of transports: what asks for `on_ranks` runs on threads of one process and on gloo."""
 
 import gc
 import math
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import LocalTransport, TorchTransport
+from tests.support.local_pipelines import error_of
 from tests.support.local_wires import ordered
 from tests.support.ranks import RankPool, run_ranks, run_ranks_with_deaths
 
@@ -44,10 +45,9 @@ def on_ranks(request, pools):
     return partial(run_on_gloo, pools, request.param != "gloo alone")
 
 
-def run_on_threads(num_ranks, case, *args):
+def run_on_threads(num_ranks, case, *args, connect=LocalTransport.create):
     with ThreadPoolExecutor(num_ranks) as threads:
-        transports = LocalTransport.create(num_ranks, DEADLINE_S)
-        futures = [threads.submit(run_and_close, transport, case, args) for transport in transports]
+        futures = [threads.submit(run_and_close, each, case, args) for each in connect(num_ranks, DEADLINE_S)]
     return [future.result() for future in futures]
 
 
@@ -82,30 +82,13 @@ def receive(transport, peer, like):
     return tensor
 
 
-def failure_of(action, *args):
-    """The error's kind and fields, as plain values."""
-    try:
-        action(*args)
-    except PipelineError as error:
-        return {
-            "kind": type(error),
-            "rank": error.rank,
-            "peer": error.peer,
-            "waited_s": error.waited_s,
-            "text": str(error),
-        }
-    return None
-
-
-# --- messages
-
-
 def posted_ahead(transport, num_messages):
     peer = 1 - transport.rank
     filled = [torch.zeros(4) for _ in range(num_messages)]
     receives = [transport.post_receive(peer, tensor) for tensor in filled]
     sends = [transport.post_send(peer, torch.full((4,), 100.0 * transport.rank + k)) for k in range(num_messages)]
     wait_for_all(transport, *reversed(receives), *sends)
+    wait_for_all(transport, sends[0], receives[0])  # a second wait for a ticket returns at once
     return [tensor[3].item() for tensor in filled]
 
 
@@ -160,25 +143,21 @@ def exchange_samples(transport, kind):
 
 
 @pytest.mark.feature("X34")
-def test_types_empty_scalar_and_non_contiguous_tensors_arrive_unchanged(on_ranks):
-    assert on_ranks(2, exchange_samples, "plain")[1] == [True] * len(SAMPLES["plain"])
-
-
-@pytest.mark.parametrize("kind", ["lazy", "with a graph"])
-def test_the_values_arrive_of_what_torch_computes_when_it_is_read_or_has_a_graph(on_ranks, kind):
-    assert all(sample.is_conj() or sample.is_neg() or sample.requires_grad for sample in SAMPLES[kind])
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_tensors_of_every_type_form_and_way_of_computing_arrive_unchanged(on_ranks, kind):
+    is_plain = {not (each.is_conj() or each.is_neg() or each.requires_grad) for each in SAMPLES[kind]}
+    assert is_plain == {kind == "plain"}
 
     assert on_ranks(2, exchange_samples, kind)[1] == [True] * len(SAMPLES[kind])
 
 
 def drop_tensors_after_posting(transport):
-    if transport.rank == 0:
-        tickets = [transport.post_send(1, torch.full((50_000,), float(k))) for k in range(5)]
-        gc.collect()
-        torch.full((50_000,), -1.0)
-        wait_for_all(transport, *tickets)
-        return None
-    return [receive(transport, 0, torch.zeros(50_000)).unique().tolist() for _ in range(5)]
+    if transport.rank == 1:
+        return [receive(transport, 0, torch.zeros(50_000)).unique().tolist() for _ in range(5)]
+    tickets = [transport.post_send(1, torch.full((50_000,), float(k))) for k in range(5)]
+    gc.collect()
+    torch.full((50_000,), -1.0)
+    return wait_for_all(transport, *tickets)
 
 
 @pytest.mark.feature("0.7", "X10")
@@ -186,85 +165,45 @@ def test_a_posted_tensor_stays_alive_until_it_is_sent(on_ranks):
     assert on_ranks(2, drop_tensors_after_posting)[1] == [[float(k)] for k in range(5)]
 
 
-def wait_twice(transport):
-    peer = 1 - transport.rank
-    sent, got = transport.post_send(peer, torch.ones(1)), transport.post_receive(peer, torch.zeros(1))
-    wait_for_all(transport, sent, got, sent, got)
-    return "ok"
-
-
-def test_a_second_wait_for_a_ticket_returns_at_once(on_ranks):
-    assert on_ranks(2, wait_twice) == ["ok", "ok"]
-
-
-def receive_into_gaps(transport):
-    return failure_of(transport.post_receive, 1 - transport.rank, torch.zeros(4, 4)[:, :2])
-
-
-def test_a_receive_into_a_tensor_with_gaps_is_refused(on_ranks):
-    failures = on_ranks(2, receive_into_gaps)
-
-    assert all("contiguous" in failure["text"] for failure in failures)
-
-
-# --- collectives
-
-
-def gather_values(transport):
-    return Control(transport).all_gather_object(
-        {"rank": transport.rank, "loss": math.inf, "name": "ä" * transport.rank, "no": None}
-    )
-
-
-def test_all_gather_object_gives_every_rank_the_values_in_rank_order(on_ranks):
-    expected = [{"rank": rank, "loss": math.inf, "name": "ä" * rank, "no": None} for rank in range(3)]
-
-    assert on_ranks(3, gather_values) == [expected] * 3
-
-
-def gather_function(transport):
-    return failure_of(Control(transport).all_gather_object, print)
-
-
-def test_all_gather_object_refuses_what_is_not_plain(on_ranks):
-    failures = on_ranks(2, gather_function)
-
-    assert all("cannot send <built-in function print>" in failure["text"] for failure in failures)
-
-
 def collective_between_posted_messages(transport):
-    peer = 1 - transport.rank
-    early = torch.zeros(1)
+    peer, early = 1 - transport.rank, torch.zeros(1)
     ticket = transport.post_receive(peer, early)
-    gathered = Control(transport).all_gather_object(transport.rank)
+    value = {"rank": transport.rank, "loss": math.inf, "name": "ä" * transport.rank, "no": None}
+    gathered = Control(transport).all_gather_object(value)
     send(transport, peer, torch.tensor([7.0]))
     transport.wait(ticket)
     return [gathered, early.item()]
 
 
-def test_collectives_do_not_take_the_messages_of_receives_posted_ahead(on_ranks):
-    assert on_ranks(2, collective_between_posted_messages) == [[[0, 1], 7.0]] * 2
+def test_collectives_give_all_values_in_order_and_do_not_take_the_messages_of_receives_posted_ahead(on_ranks):
+    expected = [{"rank": rank, "loss": math.inf, "name": "ä" * rank, "no": None} for rank in range(2)]
+
+    assert on_ranks(2, collective_between_posted_messages) == [[expected, 7.0]] * 2
+
+
+def send_wrongly(transport):
+    into_gaps = error_of(transport.post_receive, 1 - transport.rank, torch.zeros(4, 4)[:, :2])
+    return str(into_gaps), str(error_of(Control(transport).all_gather_object, print))
+
+
+def test_a_receive_into_a_tensor_with_gaps_and_a_collective_of_what_is_not_plain_are_refused(on_ranks):
+    for into_gaps, not_plain in on_ranks(2, send_wrongly):
+        assert "contiguous" in into_gaps
+        assert "cannot send <built-in function print>" in not_plain
 
 
 def limits_of_waits(transport):
-    def now():
-        found.append(transport.deadline_s)
-
     found = []
     with suppress(KeyError), transport.waiting(2 * DEADLINE_S):
-        now()
+        found.append(transport.deadline_s)
         with transport.waiting(DEADLINE_S):
-            now()
+            found.append(transport.deadline_s)
         raise KeyError
-    now()
-    return found
+    return [*found, transport.deadline_s]
 
 
 def test_waits_may_last_longer_within_a_context_but_never_shorter(on_ranks):
     assert on_ranks(1, limits_of_waits) == [[2 * DEADLINE_S, 2 * DEADLINE_S, DEADLINE_S]]
-
-
-# --- failures
 
 
 def stay_away_until(gate):
@@ -273,66 +212,58 @@ def stay_away_until(gate):
         time.sleep(0.01)
 
 
-def wait_beyond_deadline(transport, gate, wait):
+def wait_beyond_deadline(transport, gate, is_collective):
     """Rank 0 waits for rank 1, which stays away."""
     if transport.rank == 1:
         stay_away_until(gate)
         transport.recover()
         return None
-    transport.deadline_s = 0.3
-    failure = failure_of(wait, transport)
+    transport.deadline_s, ticket = 0.3, transport.post_receive(1, torch.zeros(1))
+    call = partial(Control(transport).all_gather_object, 1) if is_collective else partial(transport.wait, ticket)
+    failure = error_of(call)
     transport.deadline_s = DEADLINE_S
     Path(gate).touch()
     transport.recover()
     return failure
 
 
-def wait_for_a_message(transport):
-    receive(transport, 1, torch.zeros(1))
-
-
-def wait_in_a_collective(transport):
-    Control(transport).all_gather_object(1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wait", "number", "least_s"),
-    [(wait_for_a_message, "0", 0.3), (wait_in_a_collective, r"\d", 0.2)],  # a collective waits several times
+    ("is_collective", "number", "least_s"),
+    [(False, "0", 0.3), (True, r"\d", 0.2)],  # a collective waits several times
 )
-def test_a_wait_that_outlives_its_deadline_names_rank_peer_and_seconds(on_ranks, tmp_path, wait, number, least_s):
-    failure = on_ranks(2, wait_beyond_deadline, str(tmp_path / "gate"), wait)[0]
+def test_a_wait_that_outlives_its_deadline_names_rank_peer_and_seconds(
+    on_ranks, tmp_path, is_collective, number, least_s
+):
+    failure = on_ranks(2, wait_beyond_deadline, str(tmp_path / "gate"), is_collective)[0]
 
-    assert failure["kind"] is DeadlineExceeded
-    assert (failure["rank"], failure["peer"]) == (1, 1)
-    assert failure["waited_s"] >= least_s
-    assert re.search(rf"rank 0: waited to receive message {number} from rank 1 for ", failure["text"])
+    assert (type(failure), failure.rank, failure.peer) == (DeadlineExceeded, 1, 1)
+    assert failure.waited_s >= least_s
+    assert re.search(rf"rank 0: waited to receive message {number} from rank 1 for ", str(failure))
 
 
 def abort_while_handling_an_error(transport, gate):
     """Rank 2 aborts; rank 1, which waits for it, aborts too, but keeps the error until rank 0 has failed."""
     if transport.rank == 2:
         receive(transport, 1, torch.zeros(1))
-        transport.abort()
-        return None
+        return transport.abort()
     if transport.rank == 0:
-        failure = failure_of(receive, transport, 1, torch.zeros(1))
+        failure = error_of(receive, transport, 1, torch.zeros(1))
         Path(gate).touch()
-        return failure
+        return type(failure), failure.peer
     send(transport, 2, torch.ones(1))
     try:
-        receive(transport, 2, torch.zeros(1))
+        return receive(transport, 2, torch.zeros(1))
     except PeerLost as error:
         transport.abort()
         stay_away_until(gate)
-        return error.peer
-    return None
+        return type(error), error.peer
 
 
 def test_abort_wakes_the_ranks_that_wait_along_a_chain_while_errors_are_still_handled(on_ranks, tmp_path):
-    failure, lost_peer, _ = on_ranks(3, abort_while_handling_an_error, str(tmp_path / "gate"))
+    failures = on_ranks(3, abort_while_handling_an_error, str(tmp_path / "gate"))
 
-    assert (failure["kind"], failure["peer"], lost_peer) == (PeerLost, 1, 2)
+    assert failures == [(PeerLost, 1), (PeerLost, 2), None]
 
 
 def use_after_abort(transport):
@@ -340,16 +271,15 @@ def use_after_abort(transport):
     early = transport.post_receive(peer, torch.zeros(1))
     Control(transport).all_gather_object("posted")
     transport.abort()
-    answers = [failure_of(transport.wait, early), failure_of(receive, transport, peer, torch.zeros(1))]
-    answers.append(failure_of(Control(transport).all_gather_object, 1))
+    answers = [error_of(transport.wait, early), error_of(receive, transport, peer, torch.zeros(1))]
+    answers.append(error_of(Control(transport).all_gather_object, 1))
     transport.recover()
-    return answers
+    return list(map(type, answers))
 
 
 @pytest.mark.feature("H12")
 def test_every_use_after_abort_fails_at_once(on_ranks):
-    for failures in on_ranks(2, use_after_abort):
-        assert [failure["kind"] for failure in failures] == [PeerLost] * 3
+    assert on_ranks(2, use_after_abort) == [[PeerLost] * 3] * 2
 
 
 def recover_again_and_again(transport):
@@ -361,7 +291,7 @@ def recover_again_and_again(transport):
         Control(transport).all_gather_object("posted")
         transport.abort()
         transport.recover()
-        answers.append(failure_of(transport.wait, stale)["kind"])
+        answers.append(type(error_of(transport.wait, stale)))
         fresh = transport.post_send(peer, torch.tensor([float(attempt)]))
         answers.append(receive(transport, peer, torch.zeros(1)).item())
         transport.wait(fresh)
@@ -383,12 +313,12 @@ def recover_with_a_late_rank(transport, gate):
     send(transport, 1, torch.ones(1))
     transport.abort()
     transport.deadline_s = 0.1
-    failures = [failure_of(transport.recover) for _ in range(2)]
+    failures = [error_of(transport.recover) for _ in range(2)]
     transport.deadline_s = DEADLINE_S
     Path(gate).touch()
     transport.recover()
     send(transport, 1, torch.tensor([9.0]))
-    return [(failure["kind"], failure["peer"]) for failure in failures]
+    return [(type(failure), failure.peer) for failure in failures]
 
 
 @pytest.mark.slow
@@ -399,22 +329,18 @@ def test_recover_without_a_rank_ends_at_the_deadline_and_works_once_that_rank_co
 
 
 def close_early(transport):
-    if transport.rank == 1:
-        receive(transport, 0, torch.zeros(1))
-        transport.close()
-        transport.close()
-        return None
-    send(transport, 1, torch.ones(1))
-    return failure_of(receive, transport, 1, torch.zeros(1))
+    if transport.rank == 0:
+        send(transport, 1, torch.ones(1))
+        return error_of(receive, transport, 1, torch.zeros(1))
+    receive(transport, 0, torch.zeros(1))
+    transport.close()
+    return transport.close()
 
 
 def test_a_peer_that_closed_is_lost_and_closing_twice_does_no_harm(on_ranks):
     failure = on_ranks(2, close_early)[0]
 
-    assert (failure["kind"], failure["peer"]) == (PeerLost, 1)
-
-
-# --- what only one of them can do
+    assert (type(failure), failure.peer) == (PeerLost, 1)
 
 
 def be_interrupted(rank, is_direct, gate):
@@ -454,12 +380,12 @@ def be_killed_with_a_child(rank, gate):
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     send(transport, 1, torch.ones(1))
-    first = failure_of(receive, transport, 1, torch.zeros(1))
+    first = error_of(receive, transport, 1, torch.zeros(1))
     Path(gate).touch()
-    later = failure_of(send, transport, 1, torch.zeros(1))
+    later = error_of(send, transport, 1, torch.zeros(1))
     transport.abort()
     transport.deadline_s = 0.2
-    return [each["kind"] for each in (first, later, failure_of(transport.recover))]
+    return [type(each) for each in (first, later, error_of(transport.recover))]
 
 
 @pytest.mark.slow
@@ -498,35 +424,27 @@ def test_without_a_process_group_the_error_says_what_to_call():
         TorchTransport()
 
 
-def exchange_in_any_order(transport, log):
-    """Everybody sends to everybody, and notes what it had when each of its waits ended."""
-    others = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
+def exchange_in_any_order(transport):
+    """Send from everybody to everybody; return what this rank had when each of its waits ended."""
+    others, log = [peer for peer in range(transport.num_ranks) if peer != transport.rank], []
     for number in range(4):
         rooms = {peer: torch.full((1,), -1.0) for peer in others}
         receives = [transport.post_receive(peer, rooms[peer]) for peer in others]
         sends = [transport.post_send(peer, torch.tensor([10.0 * transport.rank + number])) for peer in others]
         for ticket in (*receives, *sends):
             transport.wait(ticket)
-            log.append((transport.rank, number, [room.item() for room in rooms.values()]))
-    transport.close()
-
-
-def log_of(order_seed):
-    transports = ordered(order_seed)(3, DEADLINE_S)
-    logs = [[] for _ in transports]
-    with ThreadPoolExecutor(3) as threads:
-        for future in [threads.submit(exchange_in_any_order, *each) for each in zip(transports, logs, strict=True)]:
-            future.result()
-    return logs
+            log.append((number, [room.item() for room in rooms.values()]))
+    return log
 
 
 def test_an_order_seed_alone_decides_in_which_order_local_messages_arrive():
-    by_seed = [log_of(seed) for seed in range(6)]
+    first, second = (
+        [run_on_threads(3, exchange_in_any_order, connect=ordered(seed)) for seed in range(6)] for _ in range(2)
+    )
 
-    assert len({str(logs) for logs in by_seed}) > 3
-    assert [log_of(seed) for seed in range(6)] == by_seed
-    for logs in by_seed:
-        assert [entry for rank, log in enumerate(logs) for entry in log if entry[1] == 3][-1][2] == [3.0, 13.0]
+    assert len({str(logs) for logs in first}) > 3
+    assert second == first
+    assert all(logs[-1][-1] == (3, [3.0, 13.0]) for logs in first)
 
 
 def test_a_failure_names_the_order_seed_and_a_rank_that_is_gone_holds_nobody_up():

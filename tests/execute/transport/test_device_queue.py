@@ -4,6 +4,8 @@ A stand-in is the device: it comes to one place after the other as its test lets
 """
 
 import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,16 @@ from penstock.execute.transport.device_queue import DeviceQueue, await_device, d
 from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rank_names import RankNames
 from tests.execute.transport.test_backend_links import Work
-from tests.support.local_pipelines import error_of, float_task, on_ranks, pipeline_of, run_task, step_task
+from tests.support.local_pipelines import (
+    assert_errors,
+    error_of,
+    float_task,
+    on_ranks,
+    pipeline_of,
+    run_task,
+    same_outcomes,
+    step_task,
+)
 from tests.support.ranks import run_ranks
 
 DEADLINE_S = 2.0
@@ -29,33 +40,30 @@ class Device:
         self.now_s = 0.0
 
     def marker(self):
-        return Place(self)
+        """Return a place in this device's queue."""
+
+        def record():
+            self.num_marked += 1
+            place.number = self.num_marked
+
+        place = SimpleNamespace(record=record, query=lambda: self.num_reached >= place.number)
+        return place
 
     def pause(self, seconds):
         self.now_s += seconds
 
-
-class Place:
-    def __init__(self, device):
-        self.device = device
-        self.number = None
-
-    def record(self):
-        self.device.num_marked += 1
-        self.number = self.device.num_marked
-
-    def query(self):
-        return self.device.num_reached >= self.number
+    def await_itself(self, is_reached, **options):
+        """Wait until this device has come to a place."""
+        await_device(is_reached, rank=2, deadline_s=1.0, read_clock=lambda: self.now_s, pause=self.pause, **options)
 
 
 class Notes:
     """What is shown of whom a rank waits for."""
 
+    failed_peer, row = None, 0
+
     def __init__(self):
-        self.found = []
-        self.failed_peer = None
-        self.row = 0
-        self.rows = []
+        self.found, self.rows = [], []
 
     def note_wait(self, peer, row=None):
         self.found.append(peer)
@@ -68,27 +76,26 @@ class Notes:
         return self.failed_peer
 
 
-class Transport:
-    """What a queue asks of its transport."""
-
-    rank, num_ranks = 0, 9
-    deadline_s = DEADLINE_S
-
-
-def queue_of(device, *works, notes=None):
-    """A queue with receives from ranks 1, 2 ..."""
+def queue_of(num_peers, notes=None):
+    """Return a device, its queue with receives from ranks 1, 2 ..., and their works."""
+    device, works = Device(), [Work() for _ in range(num_peers)]
+    transport = SimpleNamespace(rank=0, num_ranks=9, deadline_s=DEADLINE_S)
     posted = {10 * peer: QueuedMessage(work, torch.zeros(1)) for peer, work in enumerate(works, 1)}
-    queue = DeviceQueue(Transport(), posted, device.marker, read_clock=lambda: device.now_s)
+    queue = DeviceQueue(transport, posted, device.marker, read_clock=lambda: device.now_s)
     queue.watch(notes)
     for peer, _ in enumerate(works, 1):
         queue.follow(Ticket(peer, False, 10 * peer))
     assert posted == {}
-    return queue
+    return device, queue, works
 
 
-def test_a_peer_that_has_given_up_ends_a_wait_before_its_deadline():
-    device, notes = Device(), Notes()
-    queue = queue_of(device, Work(), notes=notes)
+@pytest.fixture
+def notes():
+    return Notes()
+
+
+def test_a_peer_that_has_given_up_ends_a_wait_before_its_deadline(notes):
+    _, queue, _ = queue_of(1, notes)
     assert not queue.is_held_up()
     notes.failed_peer = 2
 
@@ -99,9 +106,8 @@ def test_a_peer_that_has_given_up_ends_a_wait_before_its_deadline():
 
 
 @pytest.mark.feature("H3")
-def test_the_time_against_a_peer_begins_when_the_device_has_come_to_the_receive():
-    device, notes = Device(), Notes()
-    queue = queue_of(device, Work(), notes=notes)
+def test_the_time_against_a_peer_begins_when_the_device_has_come_to_the_receive(notes):
+    device, queue, _ = queue_of(1, notes)
     device.now_s, device.num_reached = 100.0, 1
 
     assert queue.is_held_up()
@@ -110,17 +116,16 @@ def test_the_time_against_a_peer_begins_when_the_device_has_come_to_the_receive(
     device.now_s = 102.1
     error = error_of(queue.is_held_up)
 
-    assert isinstance(error, DeadlineExceeded)
+    text = "rank 0: waited to receive message 10 from rank 1 for 2.10 s, the deadline is 2 s"
+    assert_errors([error], DeadlineExceeded, text)
     assert (error.rank, error.peer) == (1, 1)
-    assert "rank 0: waited to receive message 10 from rank 1 for 2.10 s, the deadline is 2 s" in str(error)
     assert notes.found == [1]
 
 
 @pytest.mark.parametrize("is_late", [True, False], ids=["late", "given up"])
-def test_a_wait_in_vain_belongs_to_the_instruction_that_needs_the_message(is_late):
-    device, notes = Device(), Notes()
+def test_a_wait_in_vain_belongs_to_the_instruction_that_needs_the_message(notes, is_late):
     notes.row = 7  # where the host was when it let the device wait
-    queue = queue_of(device, Work(), notes=notes)
+    device, queue, _ = queue_of(1, notes)
     notes.row = 9
     device.now_s, device.num_reached = 100.0, 1
     assert queue.is_held_up()
@@ -136,23 +141,19 @@ def test_a_wait_in_vain_belongs_to_the_instruction_that_needs_the_message(is_lat
     assert queue.missed_row is None
 
 
-def test_a_host_that_goes_on_is_not_shown_as_waiting_whatever_its_device_does():
-    device, notes = Device(), Notes()
-    queue = queue_of(device, Work(), Work(), notes=notes)
+def test_a_host_that_goes_on_is_not_shown_as_waiting_whatever_its_device_does(notes):
+    device, queue, _ = queue_of(2, notes)
     device.num_reached = 1
-    looks = iter([False, True])
 
-    await_device(lambda: next(looks), rank=0, deadline_s=9.0, is_held_up=queue.is_held_up, go_on=queue.go_on)
-    assert notes.found == [1, "runs"]
-    looks = iter([False, True])
-    await_device(lambda: next(looks), rank=0, deadline_s=9.0, is_held_up=queue.is_held_up, go_on=queue.go_on)
+    for _ in range(2):
+        looks = iter([False, True])
+        await_device(looks.__next__, rank=0, deadline_s=9.0, is_held_up=queue.is_held_up, go_on=queue.go_on)
 
-    assert notes.found == [1, "runs", 1, "runs"]
+    assert notes.found == [1, "runs"] * 2
 
 
-def test_each_peer_has_the_whole_deadline():
-    device, notes, works = Device(), Notes(), [Work(), Work()]
-    queue = queue_of(device, *works, notes=notes)
+def test_each_peer_has_the_whole_deadline(notes):
+    device, queue, works = queue_of(2, notes)
     device.num_reached = 1
     assert queue.is_held_up()
 
@@ -169,9 +170,8 @@ def test_each_peer_has_the_whole_deadline():
     assert notes.found == [1, "runs", 2, "runs"]
 
 
-def test_receives_that_came_before_the_device_did_are_nobodys_wait():
-    device, notes, works = Device(), Notes(), [Work(), Work()]
-    queue = queue_of(device, *works, notes=notes)
+def test_receives_that_came_before_the_device_did_are_nobodys_wait(notes):
+    device, queue, works = queue_of(2, notes)
     device.num_reached = 2
     for work in works:
         work.is_there = True
@@ -182,22 +182,18 @@ def test_receives_that_came_before_the_device_did_are_nobodys_wait():
 
 
 def test_a_message_that_fails_names_its_peer():
-    device, work = Device(), Work(problem=RuntimeError("NCCL: remote process exited"))
-    queue = queue_of(device, Work(), work)
-    queue._receives.popleft()  # the first came
-    work.is_there = True
+    _, queue, (first, second) = queue_of(2)
+    first.is_there = second.is_there = True
+    second.problem = RuntimeError("NCCL: remote process exited")
 
     error = error_of(queue.is_held_up)
 
-    assert isinstance(error, PeerLost)
+    assert_errors([error], PeerLost, "lost rank 2 while it waited to receive message 20", "remote process exited")
     assert error.peer == 2
-    assert "lost rank 2 while it waited to receive message 20 from rank 2" in str(error)
-    assert "remote process exited" in str(error)
 
 
 def test_another_thread_sees_from_when_on_a_device_waits_in_vain():
-    device, works = Device(), [Work(), Work()]
-    queue = queue_of(device, *works)
+    device, queue, works = queue_of(2)
     device.now_s = 100.0
     assert queue.why_held_up() is None  # the device has not come there
     device.num_reached = 1
@@ -210,104 +206,59 @@ def test_another_thread_sees_from_when_on_a_device_waits_in_vain():
 
     error = queue.why_held_up()
 
-    assert isinstance(error, DeadlineExceeded)
-    assert error.peer == 2
+    assert (type(error), error.peer) == (DeadlineExceeded, 2)
     works[1].is_there = True
     assert queue.why_held_up() is None
 
 
-def test_another_thread_sees_a_peer_that_has_given_up_only_where_the_device_waits():
-    device, notes, work = Device(), Notes(), Work()
-    queue = queue_of(device, work, notes=notes)
+def test_another_thread_sees_a_peer_that_has_given_up_only_where_the_device_waits(notes):
+    device, queue, (work,) = queue_of(1, notes)
     notes.failed_peer = 2
     assert queue.why_held_up() is None
     device.num_reached = 1
 
     error = queue.why_held_up()
 
-    assert isinstance(error, PeerLost)
-    assert error.peer == 2
+    assert (type(error), error.peer) == (PeerLost, 2)
     assert len(queue._receives) == 1
     work.is_there = True
     assert queue.why_held_up() is None
 
 
-def awaited(device, is_reached, **options):
-    await_device(is_reached, rank=2, deadline_s=1.0, read_clock=lambda: device.now_s, pause=device.pause, **options)
-
-
 def test_a_device_that_stands_still_ends_the_wait_at_the_deadline():
-    device = Device()
+    error = error_of(Device().await_itself, lambda: False)
 
-    with pytest.raises(
-        DeadlineExceeded, match=r"rank 2: waited 1\.00 s for its device .* the deadline is 1 s"
-    ) as caught:
-        awaited(device, lambda: False)
-
-    assert caught.value.rank == 2
+    assert_errors([error], DeadlineExceeded, "rank 2: waited 1.00 s for its device", "the deadline is 1 s")
+    assert error.rank == 2
 
 
 def test_the_time_in_which_the_device_waits_for_a_peer_does_not_count_against_the_device():
     device = Device()
 
-    awaited(device, lambda: device.now_s > 3.9, is_held_up=lambda: device.now_s < 3.0)
+    device.await_itself(lambda: device.now_s > 3.9, is_held_up=lambda: device.now_s < 3.0)
 
     with pytest.raises(DeadlineExceeded, match=r"waited 1\.00 s for its device"):
-        awaited(device, lambda: False, is_held_up=lambda: device.now_s < 6.0)
+        device.await_itself(lambda: False, is_held_up=lambda: device.now_s < 6.0)
     assert 6.9 < device.now_s < 7.1
 
 
-# ---- the transport
-
-
-def test_the_transport_of_a_gpu_follows_receives_and_looks_at_sends():
+def test_the_transport_of_a_gpu_follows_receives_and_looks_at_sends_and_aborts_all_backends_at_once():
     assert run_ranks(1, with_stand_in) == [True]
 
 
-class Link:
-    """A communicator whose messages come when the test says so."""
+class Together:
+    """A backend whose abort ends only while that of another one runs."""
 
-    def __init__(self):
-        self.works = []
-
-    def recv(self, tensors, peer, tag):
-        self.works.append(Work())
-        return self.works[-1]
-
-    send = recv
+    aborts = threading.Barrier(2)
 
     def abort(self):
-        pass
-
-    shutdown = abort
-
-
-class Together(Link):
-    """Its abort ends only while that of another one runs."""
-
-    def __init__(self, aborts):
-        super().__init__()
-        self._aborts = aborts
-
-    def abort(self):
-        self._aborts.wait(DEADLINE_S)
+        self.aborts.wait(DEADLINE_S)
         raise RuntimeError("the device has failed")
 
 
-def abort_of_two(rank):
-    transport, aborts = TorchTransport(deadline_s=DEADLINE_S), threading.Barrier(2)
-    up, down = Together(aborts), Together(aborts)
-    transport._backends = [up, down]
-    transport.abort()
-    return aborts.broken
-
-
-def test_backends_are_aborted_at_once_as_each_waits_for_the_messages_of_all():
-    assert run_ranks(1, abort_of_two) == [False]
-
-
 def with_stand_in(rank):
-    device, link, transport = Device(), Link(), TorchTransport(deadline_s=DEADLINE_S)
+    device, transport, receive, send = Device(), TorchTransport(deadline_s=DEADLINE_S), Work(), Work()
+    link = Mock(recv=Mock(return_value=receive), send=Mock(return_value=send))
     transport.names = RankNames.plain(9)
     transport._device, transport._queued_tags = torch.device("cuda"), [Tag.DATA]
     transport._links[3, Tag.DATA] = BackendLink(3, Tag.DATA, link, link, transport._on_device)
@@ -316,7 +267,6 @@ def with_stand_in(rank):
     )
     transport.is_device_held_up = queue.is_held_up
     ticket, sent = transport.post_receive(3, torch.zeros(1)), transport.post_send(3, torch.zeros(1))
-    receive, send = link.works
     notes = Notes()
     transport.watch(notes)
 
@@ -333,22 +283,21 @@ def with_stand_in(rank):
     assert notes.found == [3]
     device.now_s = 8.0
     error = error_of(transport.wait, sent)
-    assert isinstance(error, DeadlineExceeded), error
-    assert "message 0 from rank 3" in str(error)
+    assert_errors([error], DeadlineExceeded, "message 0 from rank 3")
     assert isinstance(error_of(queue.settle), DeadlineExceeded)
 
     receive.is_there = send.is_there = True
     queue.settle()
     assert queue.has_left(sent)
+    link.recv.return_value = Work()
     queue.follow(transport.post_receive(3, torch.zeros(1)))
+    transport._backends = [Together(), Together()]  # each waits for the messages of all
     transport.abort()
+    assert not Together.aborts.broken
     assert not queue._receives
     assert "forgot this message" in str(error_of(queue.follow, ticket))
     transport.close()
     return True
-
-
-# ---- a pipeline
 
 
 class Counting(DeviceQueue):
@@ -370,17 +319,6 @@ class Counting(DeviceQueue):
         self.num_settled += 1
 
 
-class Following:
-    """A transport that says that it is in a device's queue."""
-
-    def __init__(self, transport):
-        self._transport = transport
-        self.device_queue = Counting(transport)
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
-
 @pytest.mark.parametrize(
     ("options", "is_followed"), [({"run_ahead": None}, False), ({}, True), ({"debug": "messages"}, False)]
 )
@@ -389,18 +327,14 @@ def test_only_with_run_ahead_a_step_follows_its_receives_and_the_bits_are_the_sa
     task = float_task(8)
 
     def case(transport):
-        following = Following(transport)
-        outcome = run_task(following, task, schedule, 4, **options)
-        return outcome, following.device_queue.num_followed > 0, following.device_queue.num_settled
+        transport.device_queue = queue = Counting(transport)
+        outcome = run_task(transport, task, schedule, 4, **options)
+        return outcome, queue.num_followed > 0, queue.num_settled > 0
 
-    found = on_ranks(2, case)
-    plain = on_ranks(2, lambda transport: run_task(transport, task, schedule, 4))
+    outcomes, *counts = zip(*on_ranks(2, case), strict=True)
 
-    assert [is_any for _, is_any, _ in found] == [is_followed] * 2
-    assert all((num_settled > 0) == is_followed for _, _, num_settled in found)
-    for (outcome, _, _), expected in zip(found, plain, strict=True):
-        assert torch.equal(outcome.result.loss, expected.result.loss)
-        assert all(torch.equal(outcome.gradients[name], each) for name, each in expected.gradients.items())
+    assert counts == [(is_followed,) * 2] * 2
+    assert same_outcomes(outcomes, on_ranks(2, run_task, task, schedule, 4))
 
 
 def test_a_recorded_step_needs_arrivals_and_an_overlapped_pair_its_inputs_so_the_host_waits():
@@ -413,12 +347,12 @@ def test_a_recorded_step_needs_arrivals_and_an_overlapped_pair_its_inputs_so_the
     def case(transport):
         counts = []
         for overlap in (None, one_after_the_other):
-            following = Following(transport)
-            pipeline = pipeline_of(following, task, "dualpipe-v", run_ahead=2, overlap=overlap)
+            transport.device_queue = queue = Counting(transport)
+            pipeline = pipeline_of(transport, task, "dualpipe-v", run_ahead=2, overlap=overlap)
             for record in (False, True):
-                following.device_queue.num_followed = 0
+                queue.num_followed = 0
                 step_task(pipeline, task, record=record)
-                counts.append(following.device_queue.num_followed > 0)
+                counts.append(queue.num_followed > 0)
         return counts
 
     assert on_ranks(2, case) == [[True, False, False, False]] * 2

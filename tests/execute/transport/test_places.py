@@ -1,6 +1,8 @@
 """A rank knows where it is on the mesh, and what it does to its messages reaches both dimensions."""
 
 import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,34 +70,18 @@ def test_an_abort_reaches_the_peers_of_both_dimensions_and_a_recovery_needs_all(
 
 def test_closing_closes_every_dimension_also_where_one_cannot_be():
     ranks = places_of_all()
-
-    class Broken:
-        def close(self):
-            raise OSError("planted")
-
-    broken = Places(Broken(), ranks[0].data, ranks[0].names)
+    broken = Places(Mock(close=Mock(side_effect=OSError("planted"))), ranks[0].data, ranks[0].names)
 
     assert "planted" in str(error_of(broken.close))
     with pytest.raises(PeerLost, match="has closed"):
         ranks[2].data.post_send(0, torch.zeros(1))
 
 
-class Together:
-    """A transport whose abort ends only while that of another one runs."""
-
-    deadline_s = 5.0
-
-    def __init__(self, aborts):
-        self._aborts = aborts
-
-    def abort(self):
-        self._aborts.wait(self.deadline_s)
-
-
 def test_both_dimensions_are_aborted_at_once_as_each_waits_for_what_the_other_has_on_the_device():
     aborts = threading.Barrier(2)
+    transport = SimpleNamespace(deadline_s=5.0, abort=lambda: aborts.wait(5.0))
 
-    Places(Together(aborts), Together(aborts), RankNames.plain(4)).abort()
+    Places(transport, transport, RankNames.plain(4)).abort()
 
     assert not aborts.broken
     assert aborts.n_waiting == 0

@@ -5,15 +5,14 @@ import os
 import resource
 import socket
 import tempfile
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from itertools import product, starmap
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport import TorchTransport, rendezvous, shared_memory
 from penstock.execute.transport.links import CLOSED
@@ -21,6 +20,7 @@ from penstock.execute.transport.protocol import Tag
 from penstock.execute.transport.rendezvous import MAX_PACKET_BYTES, Listener, SocketKey, connect_all
 from penstock.pipeline import Pipeline
 from tests.execute.transport.test_sockets import read
+from tests.support.local_pipelines import error_of, on_ranks
 from tests.support.ranks import run_ranks
 
 MAX_WAIT_S = 20.0
@@ -29,76 +29,52 @@ SIZES = (1, MAX_PACKET_BYTES // 4 + 1, MAX_PACKET_BYTES // 4, 2 * shared_memory.
 """Of messages in float32 elements: packets, one through memory, one that is larger than it, and one without any."""
 
 
-class Gathering:
-    """`exchange` for ranks that are threads."""
-
-    def __init__(self, num_ranks):
-        self._values = [None] * num_ranks
-        self._barrier = threading.Barrier(num_ranks, timeout=MAX_WAIT_S)
-
-    def of(self, rank):
-        def exchange(name, value):
-            self._values[rank] = value
-            self._barrier.wait()
-            found = list(self._values)
-            self._barrier.wait()
-            return found
-
-        return exchange
-
-
+@contextmanager
 def connected(num_ranks):
-    gathering = Gathering(num_ranks)
-    with ThreadPoolExecutor(num_ranks) as threads:
-        futures = [threads.submit(connect, rank, gathering.of(rank)) for rank in range(num_ranks)]
-    return [future.result() for future in futures]
-
-
-def connect(rank, exchange):
-    with ExitStack() as stack:
-        listener = Listener(stack)
-        addresses = exchange("addresses", listener.address_text())
-        return connect_all(rank, TAGS, listener, addresses, exchange, MAX_WAIT_S)
-
-
-def close_all(ranks):
+    """Connect ranks that are threads; close their sockets at the end."""
+    ranks = on_ranks(num_ranks, connect)
+    yield ranks
     for sockets in ranks:
         sockets.close()
 
 
+def connect(wires):
+    def exchange(name, value):
+        return Control(wires).all_gather_object(value)
+
+    with ExitStack() as stack:
+        listener = Listener(stack)
+        addresses = exchange("addresses", listener.address_text())
+        return connect_all(wires.rank, TAGS, listener, addresses, exchange, MAX_WAIT_S)
+
+
+def carries(sender, receiver):
+    """Whether a value that is sent at one end arrives at the other."""
+    value = torch.tensor([3.0])
+    sender.send(value)
+    return torch.equal(read(receiver, value), value)
+
+
 @pytest.mark.parametrize("is_shared", [False, True], ids=["packets", "shared memory"])
 def test_every_pair_of_ranks_gets_a_socket_for_every_purpose(is_shared):
-    ranks = connected(3)
-
-    for rank, sockets in enumerate(ranks):
-        others = [peer for peer in range(3) if peer != rank]
-        assert set(sockets.by_key) == {
-            SocketKey(peer, tag, way) for peer in others for tag in TAGS for way in (False, True)
-        }
-    for way in (way for way in ranks[0].by_key if way.is_shared is is_shared):
-        value = torch.tensor([float(10 * way.peer + way.tag)])
-        ranks[0].by_key[way].send(value)
-        assert torch.equal(read(ranks[way.peer].by_key[way._replace(peer=0)], value), value)
-        ranks[way.peer].by_key[way._replace(peer=0)].send(-value)
-        assert torch.equal(read(ranks[0].by_key[way], value), -value)
-    close_all(ranks)
-
-
-def no_memory(*_):
-    raise AttributeError("memfd_create")
+    with connected(3) as ranks:
+        for rank, sockets in enumerate(ranks):
+            peers = [peer for peer in range(3) if peer != rank]
+            assert set(sockets.by_key) == set(starmap(SocketKey, product(peers, TAGS, (False, True))))
+        for way in (way for way in ranks[0].by_key if way.is_shared is is_shared):
+            ends = ranks[0].by_key[way], ranks[way.peer].by_key[way._replace(peer=0)]
+            assert carries(*ends)
+            assert carries(*reversed(ends))
 
 
 def test_a_system_without_such_memory_has_packets_only(monkeypatch):
-    monkeypatch.setattr(shared_memory, "make_memory", no_memory)
+    monkeypatch.setattr(shared_memory, "make_memory", Mock(side_effect=AttributeError("memfd_create")))
 
-    left, right = connected(2)
-
-    assert set(left.by_key) == {SocketKey(1, tag, False) for tag in TAGS}
-    assert set(right.by_key) == {SocketKey(0, tag, False) for tag in TAGS}
-    assert not left.is_complete
-    assert not right.is_complete
-    assert left.link(1, 0, CLOSED).large is CLOSED
-    close_all([left, right])
+    with connected(2) as (left, right):
+        for sockets, peer in ((left, 1), (right, 0)):
+            assert set(sockets.by_key) == {SocketKey(peer, tag, False) for tag in TAGS}
+            assert not sockets.is_complete
+        assert left.link(1, 0, CLOSED).large is CLOSED
 
 
 def test_a_listener_is_in_no_folder(monkeypatch, tmp_path):
@@ -114,12 +90,9 @@ def test_a_listener_is_in_no_folder(monkeypatch, tmp_path):
 def test_a_listener_of_another_user_gets_no_connection(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: -1)
 
-    left, right = connected(2)
-
-    assert left.by_key == right.by_key == {}
-    assert left.link(1, 0, CLOSED) is CLOSED
-    assert not left.is_complete
-    assert not right.is_complete
+    with connected(2) as ranks:
+        assert [(sockets.by_key, sockets.is_complete) for sockets in ranks] == [({}, False)] * 2
+        assert ranks[0].link(1, 0, CLOSED) is CLOSED
 
 
 def test_a_peer_of_another_user_is_sent_away_although_it_knows_the_secret(monkeypatch):
@@ -134,9 +107,7 @@ def test_a_peer_of_another_user_is_sent_away_although_it_knows_the_secret(monkey
 
         accepted = listener.accept({0: [key._replace(peer=0) for key in sockets]}, MAX_WAIT_S)
 
-    value = torch.tensor([3.0])
-    sockets[SocketKey(1, 0, False)].send(value)
-    assert torch.equal(read(accepted[SocketKey(0, 0, False)], value), value)
+    assert carries(sockets[SocketKey(1, 0, False)], accepted[SocketKey(0, 0, False)])
     for each in (*sockets.values(), *accepted.values()):
         each.close()
 
@@ -154,12 +125,8 @@ def test_a_stranger_in_front_of_the_peer_is_sent_away(monkeypatch):
 
     monkeypatch.setattr(Listener, "__init__", crowded)
 
-    ranks = connected(2)
-
-    value = torch.tensor([3.0])
-    ranks[0].by_key[1, 0, False].send(value)
-    assert torch.equal(read(ranks[1].by_key[0, 0, False], value), value)
-    close_all(ranks)
+    with connected(2) as (left, right):
+        assert carries(left.by_key[1, 0, False], right.by_key[0, 0, False])
 
 
 def num_open_files():
@@ -167,63 +134,56 @@ def num_open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_connections_and_memory_are_gone_once_closed():
-    before, num_ends = num_open_files(), 3 * 2 * len(TAGS)
-    ranks = connected(3)
-    assert num_open_files() == before + num_ends + 2 * num_ends  # packets; and memory with a socket beside it
-
-    close_all(ranks)
-    del ranks
-
-    assert num_open_files() == before
-
-
 @pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
-def test_connections_that_are_dropped_close():
-    before = num_open_files()
-    ranks = connected(2)
-
-    del ranks
-
+def test_connections_and_memory_are_gone_once_closed_or_dropped():
+    before, num_ends = num_open_files(), 3 * 2 * len(TAGS)
+    with connected(3):
+        assert num_open_files() == before + num_ends + 2 * num_ends  # packets; and memory with a socket beside it
     assert num_open_files() == before
 
-
-# ---- in a transport
-
-
-def exchange(transport, *tensors):
-    """Send tensors to each other; return what came, and how many messages gloo had to carry."""
-    peer = 1 - transport.rank
-    room = [torch.empty_like(tensor) for tensor in tensors]
-    receives = [transport.post_receive(peer, each) for each in room]
-    sends = [transport.post_send(peer, tensor + transport.rank) for tensor in tensors]
-    by_gloo = sum(hasattr(pending, "work") for pending in transport._open.values())
-    for ticket in (*receives, *sends):
-        transport.wait(ticket)
-    return [each.double().mean().item() for each in room if len(each)], by_gloo
+    dropped = connected(2)
+    dropped.__enter__()
+    assert num_open_files() > before
+    del dropped
+    assert num_open_files() == before
 
 
 def all_sizes(rank, has_listener=True, is_direct=True):
+    """Return what came of messages, how many gloo carried, and how many of its connections there are in the end."""
     with pytest.MonkeyPatch.context() as patch:
         if rank and not has_listener:
             patch.setattr(socket, "AF_UNIX", -1)
         transport = TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct)
     tensors = [torch.full((size,), 10.0 * number) for number, size in enumerate(SIZES)]
-    found = exchange(transport, *tensors)
+    rooms = [torch.empty_like(tensor) for tensor in tensors]
+    receives = [transport.post_receive(1 - rank, each) for each in rooms]
+    sends = [transport.post_send(1 - rank, tensor + rank) for tensor in tensors]
+    by_gloo = sum(hasattr(pending, "work") for pending in transport._open.values())
+    for ticket in (*receives, *sends):
+        transport.wait(ticket)
+    num_backends = [len(transport._backends)]
+    transport.recover()
+    num_backends.append(len(transport._backends))
     transport.close()
-    return found
+    return [each.double().mean().item() for each in rooms if len(each)], by_gloo, num_backends
 
 
-VALUES = [([1.0, 11.0, 21.0, 31.0, 51.0], 0), ([0.0, 10.0, 20.0, 30.0, 50.0], 0)]
+VALUES = [[1.0, 11.0, 21.0, 31.0, 51.0], [0.0, 10.0, 20.0, 30.0, 50.0]]
 
 
 def test_messages_of_every_size_go_past_gloo(two_ranks):
-    assert two_ranks.run(all_sizes) == VALUES
+    assert two_ranks.run(all_sizes) == [(values, 0, [0, 0]) for values in VALUES]
 
 
-@pytest.mark.parametrize("how", [(False, True), (True, False)], ids=["no listener", "not wanted"])
-def test_a_rank_without_direct_sockets_stays_with_gloo(two_ranks, how):
-    assert two_ranks.run(all_sizes, *how) == [(values, 2 * len(SIZES)) for values, _ in VALUES]
+@pytest.mark.parametrize(
+    ("how", "num_backends"),
+    [((False, True), [1, 0]), ((True, False), [1, 1])],  # a recovery makes the listener
+    ids=["no listener", "not wanted"],
+)
+def test_a_rank_without_direct_sockets_stays_with_gloo(two_ranks, how, num_backends):
+    expected = [(values, 2 * len(SIZES), num_backends) for values in VALUES]
+
+    assert two_ranks.run(all_sizes, *how) == expected
 
 
 def on_two_hosts(rank):
@@ -258,21 +218,6 @@ def test_each_peer_has_the_link_of_its_own_for_every_tag():
             assert values == [[10.0 * peer + tag] * 2 for peer in peers]
 
 
-def backends_of(rank):
-    made = []
-    for is_direct in (True, False):
-        transport = TorchTransport(deadline_s=MAX_WAIT_S, is_direct=is_direct)
-        made.append(len(transport._backends))
-        transport.recover()
-        made.append(len(transport._backends))
-        transport.close()
-    return made
-
-
-def test_ranks_of_one_host_do_without_gloo(two_ranks):
-    assert two_ranks.run(backends_of) == [[0, 0, 1, 1]] * 2
-
-
 def send_and_look(rank, size):
     transport = TorchTransport(deadline_s=MAX_WAIT_S)
     found = None
@@ -298,10 +243,8 @@ def step_under_limit(rank, kind, number):
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (number, before[1]))
     try:
-        pipeline = Pipeline(layers, "1f1b", 2, torch.nn.functional.mse_loss)
-        loss = pipeline.step(torch.ones(2048, 64), target=torch.ones(2048, 64)).loss
-        pipeline.close()
-        return float(loss)
+        with Pipeline(layers, "1f1b", 2, torch.nn.functional.mse_loss) as pipeline:
+            return float(pipeline.step(torch.ones(2048, 64), target=torch.ones(2048, 64)).loss)
     finally:
         resource.setrlimit(kind, before)
 
@@ -320,19 +263,14 @@ def test_a_tensor_has_left_and_is_let_go_of_before_the_peer_takes_it(two_ranks, 
 
 
 def other_size(rank):
-    transport = TorchTransport(deadline_s=MAX_WAIT_S)
-    message = ""
+    transport, error = TorchTransport(deadline_s=MAX_WAIT_S), None
     if rank == 0:
         transport.wait(transport.post_send(1, torch.zeros(2)))
     else:
-        ticket = transport.post_receive(0, torch.zeros(3))
-        try:
-            transport.wait(ticket)
-        except PipelineError as error:
-            message = str(error)
+        error = error_of(transport.wait, transport.post_receive(0, torch.zeros(3)))
     Control(transport).all_gather_object("over")
     transport.close()
-    return message
+    return str(error)
 
 
 def test_ends_that_disagree_on_a_size_say_so(two_ranks):

@@ -15,14 +15,19 @@ from penstock.execute.transport.shared_memory import ALIGNMENT, NOTE, SharedMemo
 
 
 @pytest.fixture
-def pair():
-    """Both ends, and the connection of the sender's."""
-    connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def connections():
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield ends
+    for connection in ends:
+        connection.close()
+
+
+@pytest.fixture
+def pair(connections):
+    """Both ends, of which the first one has made the memory."""
     file = shared_memory.make_memory()
     yield [SharedMemory(connections[end], file, is_maker=end == 0) for end in (0, 1)]
     os.close(file)
-    for connection in connections:
-        connection.close()
 
 
 def test_memory_that_a_limit_refuses_leaves_no_file_open():
@@ -77,8 +82,7 @@ def test_a_message_of_another_size_is_not_copied(pair):
 
 
 def test_once_everything_was_taken_the_same_memory_is_used_again(pair):
-    value = torch.ones(1000)
-    begins = []
+    value, begins = torch.ones(1000), []
     for _ in range(3):
         pair[0].write(value)
         begins.append(pair[0]._room._under_way[-1].start)
@@ -99,20 +103,14 @@ def test_what_a_full_connection_refuses_takes_no_room(pair):
     assert len(pair[0]._room._under_way) == num_written
 
 
-def test_messages_that_wait_end_with_the_peer():
-    connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    file = shared_memory.make_memory()
-    sender = SharedMemory(connections[0], file, is_maker=True)
-    os.close(file)
+def test_messages_that_wait_end_with_the_peer(pair, connections):
     value = torch.ones(shared_memory.PIECE_BYTES, dtype=torch.uint8)
     for _ in range(shared_memory.ROOM_BYTES // shared_memory.PIECE_BYTES):
-        sender.write(value)
+        pair[0].write(value)
     connections[1].close()
 
     with pytest.raises(BrokenPipeError, match="closed"):
-        sender.write_when_there_is_room(value)
-
-    connections[0].close()
+        pair[0].write_when_there_is_room(value)
 
 
 @given(num_bytes=st.integers(1, 40).map(lambda lines: lines * ALIGNMENT), data=st.data())

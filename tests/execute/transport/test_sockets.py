@@ -17,20 +17,15 @@ SIZES = {"packets": 2**14, "shared memory": 2**20}
 
 
 @pytest.fixture(params=SIZES)
-def way(request):
-    return request.param
+def size(request):
+    return SIZES[request.param]
 
 
 @pytest.fixture
-def size(way):
-    return SIZES[way]
-
-
-@pytest.fixture
-def pair(way):
+def pair(size):
     """Both ends of one connection."""
     connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ends = [DirectSocket(end) for end in connections] if way == "packets" else through_memory(*connections)
+    ends = through_memory(*connections) if size == 2**20 else [DirectSocket(end) for end in connections]
     yield ends
     for end in ends:
         end.close()
@@ -87,22 +82,16 @@ def test_nothing_overtakes_what_waits_for_room(pair, size):
     assert read(receiver, torch.zeros(1)).item() == 5.0
 
 
-def test_waiting_for_room_has_a_deadline(pair, size):
+def test_waiting_for_room_ends_at_the_deadline_and_when_the_peer_is_gone(pair, size):
     _, leaving = fill(pair[0], size)
 
     with pytest.raises(MessageLate):
         leaving.wait(0.01)
-
-
-def test_waiting_for_room_ends_when_the_peer_is_gone(pair, size):
-    _, leaving = fill(pair[0], size)
-
     pair[1].close()
 
-    with pytest.raises(LinkClosed):
-        leaving.wait(MAX_WAIT_S)
-    with pytest.raises(LinkClosed):
-        pair[0].send(torch.zeros(1)).wait(MAX_WAIT_S)
+    for waiting in (leaving, pair[0].send(torch.zeros(1))):
+        with pytest.raises(LinkClosed):
+            waiting.wait(MAX_WAIT_S)
 
 
 def test_messages_may_be_asked_for_in_another_order_than_they_come(pair):

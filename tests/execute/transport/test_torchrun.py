@@ -43,17 +43,23 @@ def run(script, folder, num_ranks=2):
     return done.returncode, sorted(done.stdout.splitlines())
 
 
-def test_what_torchrun_sets_is_read():
-    assert Launch.read(SET) == Launch(1, 2, "127.0.0.1", 29500)
-    restarted = {"TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert Launch.read(SET | restarted) == Launch(1, 2, "127.0.0.1", 29500, "3", has_store=True)
+RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"WORLD_SIZE": "2"}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}, SET | {"RANK": ""}]
+    ("variables", "launch"),
+    [
+        (SET, Launch(1, 2, "127.0.0.1", 29500)),
+        (SET | RESTARTED, Launch(1, 2, "127.0.0.1", 29500, "3", has_store=True)),
+        ({}, None),
+        ({"WORLD_SIZE": "2"}, None),
+        ({"RANK": "0"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (SET | {"RANK": ""}, None),
+    ],
 )
-def test_a_process_that_no_launcher_started_is_alone(environment):
-    assert Launch.read(environment) is None
+def test_what_a_launcher_sets_is_read_and_without_one_a_process_is_alone(variables, launch):
+    assert Launch.read(variables) == launch
 
 
 @pytest.mark.parametrize(
@@ -104,19 +110,14 @@ SCRIPTS = {
         line("end", dist.is_initialized())
         """,
     ),
-    "a group of the caller is used and left as it is": (
-        ["2", "True"] * 2,
+    "a group of the caller is used and left as it is, and made again if the caller destroys it": (
+        ["2", "True", "True 2", "False"] * 2,
         """
         dist.init_process_group("gloo")
         with make() as pipeline:
             line(pipeline.transport.num_ranks)
         line(dist.is_initialized())
         dist.destroy_process_group()
-        """,
-    ),
-    "a group that the caller destroys is made again": (
-        ["False", "True 2"] * 2,
-        """
         first = make()
         dist.destroy_process_group()
         second = make()
@@ -126,21 +127,16 @@ SCRIPTS = {
         line(dist.is_initialized())
         """,
     ),
-    "a pipeline that nobody closes does not hold up the end": (
-        ["True"] * 2,
-        """
-        line(make().step(inputs, target=target).loss.item() > 0)
-        """,
-    ),
-    "joining sets nothing but the group": (
-        ["True"] * 2,
+    "joining sets nothing but the group, and a pipeline that nobody closes does not hold up the end": (
+        ["same", "trained True"] * 2,
         """
         import os
         def look():
             return dict(os.environ), torch.get_num_threads(), torch.get_default_device(), torch.get_default_dtype()
         before = look()
-        with make():
-            line(look() == before)
+        pipeline = make()
+        line("same" if look() == before else look())
+        line("trained", pipeline.step(inputs, target=target).loss.item() > 0)
         """,
     ),
     "a rank that has ended is named by those that wait for it": (
@@ -158,21 +154,14 @@ SCRIPTS = {
             atexit._run_exitfuncs()  # as an interpreter does at its end, and a process of these tests does not
         """,
     ),
-    "a mistake destroys the group on all ranks and the next pipeline joins again": (
+    "layers are measured before any pipeline, and after a mistake, which destroys the group, the next one joins": (
         ["2", "PartitionError False"] * 2,
         """
+        times = ps.measure_layers(layers, (inputs,), num_rounds=1)
         try:
             make(split=[9])
         except ps.PenstockError as error:
             line(type(error).__name__, dist.is_initialized())
-        with make() as pipeline:
-            line(pipeline.transport.num_ranks)
-        """,
-    ),
-    "layers are measured by the first rank before any pipeline": (
-        ["2"] * 2,
-        """
-        times = ps.measure_layers(layers, (inputs,), num_rounds=1)
         with make(weights=times.weights) as pipeline:
             line(pipeline.transport.num_ranks)
         """,
@@ -211,27 +200,25 @@ def test_a_rank_that_comes_too_late_meets_the_others_when_they_try_again(tmp_pat
     assert (status, set(lines), lines.count("disagree")) == (0, {"late", "disagree"}, 2), lines
 
 
-def claiming(rank, store, *, has_store=False):
-    """The group of one rank that has joined over a store."""
+def claims(rank, store, **options):
+    """Whether one rank that has joined over a store reports an error."""
     group = DefaultGroup()
-    group._store, group._launch = store, Launch(rank, 2, "127.0.0.1", 29500, has_store=has_store)
-    return group
+    group._store, group._launch = store, Launch(rank, 2, "127.0.0.1", 29500, **options)
+    return group._claims(None)
 
 
 def test_the_rank_that_holds_the_store_ends_when_the_others_have_asked_who_reports():
     store = torch.distributed.HashStore()
 
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(claiming(0, store)._claims, None)
+        first = threads.submit(claims, 0, store)
         with pytest.raises(TimeoutError):
             first.result(timeout=0.2)
-        assert claiming(1, store)._claims(None) is False
+        assert claims(1, store) is False
         assert first.result(timeout=60.0) is True
 
 
 def test_where_the_launcher_holds_the_store_nobody_waits_for_the_others():
-    store = torch.distributed.HashStore()
-
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(claiming(0, store, has_store=True)._claims, None)
+        first = threads.submit(claims, 0, torch.distributed.HashStore(), has_store=True)
         assert first.result(timeout=60.0) is True

@@ -42,25 +42,21 @@ pipeline.step(torch.ones(8, 4), target=torch.ones(8, 4))
 """
 
 
-def start(case, folder, begin=ForkedPython):
-    """Start the script as two ranks."""
+def start(case, folder, **options):
+    """Start the script as two ranks; return what are processes of Python, or forks of one."""
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
     port = free_port()
-    return [begin(["train.py", case], folder, environment() | _settings_of(rank, 2, port)) for rank in range(2)]
-
-
-def begin_really(arguments, folder, environment):
-    """Start Python as users do, with its own end on a signal."""
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def run(case, folder):
-    """Return the exit statuses of the ranks, and what both printed."""
-    return end(start(case, folder))
+    environments = [environment() | _settings_of(rank, 2, port) for rank in range(2)]
+    if options:
+        return [
+            subprocess.Popen([sys.executable, "train.py", case], cwd=folder, env=each, **options)
+            for each in environments
+        ]
+    return [ForkedPython(["train.py", case], folder, each) for each in environments]
 
 
 def end(ranks):
+    """Return the exit statuses of the ranks, and what both printed."""
     texts = [rank.communicate(timeout=60)[1] for rank in ranks]
     return [rank.returncode for rank in ranks], "".join(texts)
 
@@ -80,7 +76,7 @@ PRINTED = {
 def test_the_rank_to_blame_prints_the_users_lines_once_and_those_that_lose_it_say_so(case, tmp_path):
     statuses, counts = PRINTED[case]
 
-    status, text = run(case, tmp_path)
+    status, text = end(start(case, tmp_path))
 
     assert status == statuses
     assert {each: text.count(each) for each in counts} == counts
@@ -88,7 +84,7 @@ def test_the_rank_to_blame_prints_the_users_lines_once_and_those_that_lose_it_sa
 
 @pytest.mark.slow
 def test_a_ctrl_c_that_reaches_each_rank_twice_is_printed_by_one(tmp_path):
-    ranks = start("sleep", tmp_path, begin_really)
+    ranks = start("sleep", tmp_path, stderr=subprocess.PIPE, text=True)  # which end on a signal as users' processes do
     assert any("asleep" in line for line in ranks[1].stderr)
 
     for _ in range(2):  # the terminal's, and torchrun's
