@@ -165,6 +165,7 @@ REFERRING = {
     "a keyword": (lambda *, weight=SHARED: head(weight), "weight"),
     "a partial": (partial(head, SHARED), "weight"),
     "a method": (MethodType(lambda self: head(self.weight), SimpleNamespace(weight=SHARED)), "weight"),
+    "a method of a list": (partial([head(SHARED)].__getitem__, 0), "weight"),
     "slots": (Slotted([{"weight": SHARED}]), "weight"),
     "a class": (OfAGlobal, "weight"),
     "a function without a module": (FROM_TEXT["build"], "weight"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import getattr_static
 from itertools import chain
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
@@ -157,6 +157,8 @@ def _objects_referred_to(value: Any) -> Iterable[Any]:
             return chain(cells, *defaults, global_values if is_users_code else ())
         case MethodType():
             return (value.__func__, value.__self__)
+        case BuiltinMethodType() | MethodWrapperType():  # such as `layers.__getitem__` of a list
+            return (value.__self__,)
         case partial():
             return (value.func, *value.args, *value.keywords.values())
         case dict():
