@@ -5,8 +5,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from penstock.schedules import build
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
@@ -26,12 +24,16 @@ def orders_of(case):
 
 
 def recorded(system, prefix):
-    """Parameters (key, orders) of all cases of a system whose key starts so; an unknown prefix is an error."""
-    found = [
-        pytest.param(key, orders_of(case), id=key) for key, case in cases(system).items() if key.startswith(prefix)
-    ]
+    """(key, orders) of all cases of a system whose key starts so; an unknown prefix is an error."""
+    found = [(key, orders_of(case)) for key, case in cases(system).items() if key.startswith(prefix)]
     assert found
     return found
+
+
+def assert_recorded(name, system, prefix, options=lambda size: {}):
+    """Compare the orders of a family with all that a system recorded; `options` takes the numbers in a key."""
+    for key, expected in recorded(system, prefix):
+        assert built(name, key, **options(sizes(key))) == expected, key
 
 
 def sizes(key):

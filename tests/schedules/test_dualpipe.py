@@ -1,17 +1,9 @@
-"""`dualpipe`: its placement, and what it refuses."""
+"""`dualpipe`: what it refuses."""
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedules import build
-
-
-def test_half_of_the_microbatches_travels_each_way():
-    schedule = build("dualpipe", ranks=4, microbatches=10)
-
-    assert schedule.placement.routes == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert schedule.placement.rank_of_stage == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert schedule.route_of_microbatch.tolist() == [0] * 5 + [1] * 5
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from penstock.placement import Placement
 from penstock.planning import prove_and_lower
 from penstock.schedules import FAMILIES, build
 from tests.schedules.docstrings import assert_drawn
-from tests.schedules.golden import built, recorded
+from tests.schedules.golden import assert_recorded
 from tests.schedules.timing import bubble, published, timeline
 from tests.support.work import lines_run
 
@@ -29,18 +29,17 @@ PROVED = {
 
 BY_PHASES = ["1f1b", "zb-h1", "zbv", "dualpipe"]
 BY_TURNS = ["interleaved-1f1b", "interleaved-zb", "group-interleaved"]
-FAMILY_OF_CLASS = {"DualPipe": "dualpipe", "DualPipeV": "dualpipe-v"}
-OPTIONS_OF_RECORD = {"train": {}, "train_nooverlap": {"overlap": False}, "forward_only": {"forward_only": True}}
 
 
+@pytest.mark.feature("0.16", "B2", "B3", "B5", "B7")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "sequential"])
 def test_the_order_is_the_one_that_the_docstring_draws(name):
     assert_drawn(name)
 
 
-@pytest.mark.parametrize("name", ["zbv", "v-min", "v-half", "v-zb", "1f1b-v"])
+@pytest.mark.parametrize("name", ["zbv", "v-min", "v-half", "v-zb", "1f1b-v", "dualpipe-v"])
 def test_a_v_is_placed_as_one(name):
-    assert build(name, ranks=3, microbatches=5).placement == Placement.vee(3)
+    assert build(name, ranks=3, microbatches=6).placement == Placement.vee(3)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +72,13 @@ def test_the_lines_that_run_to_make_a_schedule_grow_with_ranks_and_not_with_micr
     assert num_lines(32, 64) < 1.1 * 2 * num_lines(16, 64)
 
 
-@pytest.mark.parametrize(("key", "ranks"), recorded("dualpipe", ""))
-def test_the_orders_of_both_dualpipes_are_those_of_their_repository(key, ranks):
-    recorded_class, kind, *_ = key.split("/")
-
-    assert built(FAMILY_OF_CLASS[recorded_class], key, **OPTIONS_OF_RECORD[kind]) == ranks
+@pytest.mark.parametrize(("recorded_class", "name"), [("DualPipe/", "dualpipe"), ("DualPipeV/", "dualpipe-v")])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("train/", {}), ("train_nooverlap/", {"overlap": False}), ("forward_only/", {"forward_only": True})],
+)
+def test_the_orders_of_both_dualpipes_are_those_of_their_repository(recorded_class, name, kind, options):
+    assert_recorded(name, "dualpipe", f"{recorded_class}{kind}", lambda size: options)
 
 
 @pytest.mark.parametrize("row", published("published_dualpipe.json"), ids=str)

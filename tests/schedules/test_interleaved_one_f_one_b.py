@@ -3,21 +3,9 @@
 import pytest
 
 from penstock.schedules import build
-from tests.schedules.docstrings import assert_drawn
-from tests.schedules.golden import built, recorded, sizes
+from tests.schedules.golden import assert_recorded
 from tests.schedules.groupings import PARTS, SHAPES, group_of_torch, groupings
 from tests.schedules.timing import timeline
-
-
-@pytest.mark.feature("B5")
-def test_groups_follow_each_other():
-    assert_drawn("interleaved-1f1b")
-
-
-def test_a_group_has_a_microbatch_for_each_rank_unless_chosen():
-    by_default = build("interleaved-1f1b", ranks=3, microbatches=7)
-
-    assert by_default == build("interleaved-1f1b", ranks=3, microbatches=7, group_size=3)
 
 
 def test_a_group_of_more_than_all_microbatches_has_all():
@@ -35,18 +23,13 @@ def test_one_stage_per_rank_is_1f1b_with_an_eager_warm_up():
 
 
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
-def test_the_bubble_is_that_of_1f1b_with_smaller_stages(ranks, per_rank, microbatches):
+def test_the_bubble_is_that_of_1f1b_with_smaller_stages_and_the_memory_that_of_the_warm_up(
+    ranks, per_rank, microbatches
+):
     group = group_of_torch(ranks, microbatches)
     found = timeline("interleaved-1f1b", ranks, microbatches, (2, 3, 2), stages_per_rank=per_rank, group_size=group)
 
     assert found.makespan_s == pytest.approx((microbatches * per_rank + ranks - 1) * 7)
-
-
-@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
-def test_the_memory_is_that_of_the_warm_up(ranks, per_rank, microbatches):
-    group = group_of_torch(ranks, microbatches)
-    found = timeline("interleaved-1f1b", ranks, microbatches, stages_per_rank=per_rank, group_size=group)
-
     fullest = [(per_rank - 1) * group + 2 * (ranks - rank) - 1 for rank in range(ranks)]
     assert found.peak_activations == [min(per_rank * microbatches, each) for each in fullest]
 
@@ -68,32 +51,17 @@ def test_the_formulas_hold_where_the_page_says_so():
             assert peaks == [(v - 1) * g + p - s for s in range(p)]
 
 
-@pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/Interleaved1F1B"))
-def test_the_order_is_that_of_torch(key, ranks):
-    group = group_of_torch(sizes(key)["p"], sizes(key)["m"])
-
-    assert built("interleaved-1f1b", key, group_size=group) == ranks
-
-
-@pytest.mark.feature("B6")
-@pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "interleaved/train"))
-def test_the_order_is_that_of_megatron(key, ranks):
-    found = sizes(key)
-
-    assert built("interleaved-1f1b", key, all_forward_first=found["m"] == found["p"]) == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "interleaved/fwd"))
-def test_the_forwards_are_those_of_megatron(key, ranks):
-    assert built("interleaved-1f1b", key, forward_only=True) == ranks
-
-
-@pytest.mark.feature("X13")
-@pytest.mark.parametrize(("key", "ranks"), recorded("megatron", "head_interleaved"))
-def test_groups_of_every_size_are_those_of_megatron(key, ranks):
-    assert built("interleaved-1f1b", key, group_size=sizes(key)["group"]) == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), [*recorded("pippy", "Interleaved1F1B/p"), *recorded("zero_bubble", "vpp")])
-def test_by_default_the_order_is_what_pippy_and_the_zero_bubble_authors_run(key, ranks):
-    assert built("interleaved-1f1b", key) == ranks
+@pytest.mark.feature("B6", "X13")
+@pytest.mark.parametrize(
+    ("system", "prefix", "options"),
+    [
+        ("torch", "compute/Interleaved1F1B", lambda size: {"group_size": group_of_torch(size["p"], size["m"])}),
+        ("megatron", "interleaved/train", lambda size: {"all_forward_first": size["m"] == size["p"]}),
+        ("megatron", "interleaved/fwd", lambda size: {"forward_only": True}),
+        ("megatron", "head_interleaved", lambda size: {"group_size": size["group"]}),
+        ("pippy", "Interleaved1F1B/p", lambda size: {}),
+        ("zero_bubble", "vpp", lambda size: {}),
+    ],
+)
+def test_the_order_is_that_of_torch_megatron_pippy_and_the_zero_bubble_authors(system, prefix, options):
+    assert_recorded("interleaved-1f1b", system, prefix, options)

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.schedules import build
-from tests.schedules.golden import built, recorded, sizes
+from tests.schedules.golden import assert_recorded
 from tests.schedules.groupings import PARTS, SHAPES, assert_formulas_hold, group_of_torch
 from tests.schedules.timing import timeline
 from tests.support.grids import assert_grid
@@ -26,28 +26,18 @@ def test_one_stage_per_rank_is_zb_h1():
 
 
 @pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
-def test_weight_parts_fill_the_bubble(ranks, per_rank, microbatches):
+def test_weight_parts_fill_the_bubble_and_every_rank_holds_as_much(ranks, per_rank, microbatches):
     found = timeline("interleaved-zb", ranks, microbatches, (2, 3, 2), stages_per_rank=per_rank)
 
     assert found.makespan_s == pytest.approx(microbatches * per_rank * 7 + (ranks - 1) * (2 + 3 - 2))
-
-
-@pytest.mark.parametrize(("ranks", "per_rank", "microbatches"), SHAPES)
-def test_every_rank_holds_as_much(ranks, per_rank, microbatches):
-    found = timeline("interleaved-zb", ranks, microbatches, stages_per_rank=per_rank)
-
     most = (per_rank - 1) * group_of_torch(ranks, microbatches) + ranks
     assert found.peak_activations == [min(per_rank * microbatches, most)] * ranks
 
 
 @pytest.mark.feature("X38")
-@pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/InterleavedZeroBubble"))
-def test_the_order_is_that_of_torch(key, ranks):
-    found = sizes(key)
-    group = found["m"] // max(1, found["m"] // found["p"])
-
-    assert built("interleaved-zb", key) == ranks
-    assert built("interleaved-zb", key, group_size=group) == ranks
+def test_the_order_is_that_of_torch():
+    for options in (lambda size: {}, lambda size: {"group_size": size["m"] // max(1, size["m"] // size["p"])}):
+        assert_recorded("interleaved-zb", "torch", "compute/InterleavedZeroBubble", options)
 
 
 @pytest.mark.slow

@@ -25,39 +25,6 @@ def drawn(turns):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "sizes"), [(2, 6, [2, 2, 2]), (2, 7, [3, 2, 2]), (4, 7, [7]), (4, 3, [3]), (1, 2, [1, 1])]
-)
-def test_even_groups_have_a_microbatch_for_each_rank(ranks, microbatches, sizes):
-    groups = Groups.even(shape(ranks, ranks, microbatches))
-
-    assert groups.sizes.tolist() == sizes
-    assert groups.num_slots.tolist() == sizes
-
-
-@pytest.mark.parametrize(
-    ("size", "microbatches", "sizes", "num_slots"),
-    [
-        (3, 6, [3, 3], [3, 3]),
-        (4, 5, [4, 1], [4, 3]),  # as many slots as there are ranks
-        (5, 9, [5, 4], [5, 4]),
-        (2, 5, [2, 2, 1], [2, 2, 2]),  # but no more than the others have
-        (9, 2, [2], [2]),
-    ],
-)
-def test_a_last_group_that_is_shorter_is_padded_to_the_ranks(size, microbatches, sizes, num_slots):
-    groups = Groups.of_size(size, shape(3, 3, microbatches))
-
-    assert groups.sizes.tolist() == sizes
-    assert groups.num_slots.tolist() == num_slots
-
-
-def test_a_group_runs_on_one_stage_after_the_other():
-    groups = Groups.of_size(3, shape(2, 4, 5))
-
-    assert drawn(Turns.take(groups, 2, least_gap=1)) == "a0 a1 a2 b0 b1 b2 a3 a4 b3 b4"
-
-
-@pytest.mark.parametrize(
     ("num_local_stages", "least_gap", "expected"),
     [
         (2, 1, "a0 b0 a1 b1 a2 b2"),
@@ -70,13 +37,6 @@ def test_groups_that_are_too_small_put_off_their_next_stage(num_local_stages, le
     groups = Groups.of_size(1, shape(4, 4, 3))
 
     assert drawn(Turns.take(groups, num_local_stages, least_gap)) == expected
-
-
-def test_the_placement_is_a_line_where_each_rank_has_one_stage():
-    groups = Groups.even(shape(2, 2, 2))
-
-    assert interleave("toy", shape(2, 2, 2), groups, 1).placement.style == "line"
-    assert interleave("toy", shape(2, 3, 2), groups, 1).placement.style == "loop"
 
 
 def skews_that_can_run(groups, num_ranks):

@@ -3,14 +3,8 @@
 import pytest
 
 from penstock.schedules import build
-from tests.schedules.docstrings import assert_drawn
-from tests.schedules.golden import built, recorded
+from tests.schedules.golden import assert_recorded
 from tests.schedules.timing import timeline
-
-
-@pytest.mark.feature("B7")
-def test_all_microbatches_run_on_a_stage_before_the_next():
-    assert_drawn("looped-bfs")
 
 
 def test_one_stage_per_rank_is_gpipe():
@@ -32,12 +26,7 @@ def test_bubble_and_memory_are_those_promised(ranks, per_rank, microbatches, bac
     assert found.peak_activations == [microbatches * per_rank] * ranks
 
 
-@pytest.mark.feature("X38")
-@pytest.mark.parametrize(("key", "ranks"), recorded("torch", "compute/LoopedBFS"))
-def test_the_descending_order_is_that_of_torch(key, ranks):
-    assert built("looped-bfs", key, backward_order="descending") == ranks
-
-
-@pytest.mark.parametrize(("key", "ranks"), recorded("pippy", "LoopedBFS"))
-def test_the_order_is_what_pippy_runs(key, ranks):
-    assert built("looped-bfs", key) == ranks
+@pytest.mark.feature("B7", "X38")
+def test_the_order_is_what_pippy_runs_and_torch_backwards():
+    assert_recorded("looped-bfs", "pippy", "LoopedBFS")
+    assert_recorded("looped-bfs", "torch", "compute/LoopedBFS", lambda size: {"backward_order": "descending"})

@@ -28,18 +28,6 @@ def test_options_that_are_given_replace_the_default(values):
     assert options.word("warmup") == values.get("warmup", "standard")
 
 
-def test_an_unknown_option_is_refused_with_the_nearest():
-    with pytest.raises(
-        ConfigError, match=r"warmpu: toy has no option .* warmup, group, overlap.*Did you mean 'warmup'"
-    ):
-        Options.read("toy", KNOWN, {"warmpu": "eager"})
-
-
-def test_a_family_without_options_says_so():
-    with pytest.raises(ConfigError, match="its options: none"):
-        Options.read("toy", {}, {"warmup": "eager"})
-
-
 def test_a_value_that_is_no_choice_is_refused_with_the_choices():
     with pytest.raises(ConfigError, match="warmup: 'late' is not a value of it; choose standard or eager") as caught:
         Options.read("toy", KNOWN, {"warmup": "late"})

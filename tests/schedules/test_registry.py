@@ -59,24 +59,12 @@ def test_without_plug_ins_there_are_our_own():
     ("entry_point", "told"),
     [
         ("broken = failing:FAMILY", "failing.py:1: plug-in 'broken' of bad-one failed: RuntimeError: no such driver"),
-        (
-            "broken = nowhere:FAMILY",
-            "plug-in 'broken' of bad-one failed: ModuleNotFoundError: No module named 'nowhere'",
-        ),
+        ("broken = nowhere:FAMILY", "plug-in 'broken' of bad-one failed: ModuleNotFoundError: No module named"),
         ("broken = good:NOTHING", "plug-in 'broken' of bad-one failed: AttributeError"),
-        (
-            "broken = good:NO_FAMILY",
-            "plug-in 'broken' of bad-one is of type function; expected a penstock.schedules.Fam",
-        ),
+        ("broken = good:NO_FAMILY", "plug-in 'broken' of bad-one is of type function; expected a"),
         ("broken = good:FAMILY", "plug-in 'broken' of bad-one holds a family named 'zigzag'; give both the same name"),
-        (
-            "1f1b = good:FAMILY",
-            "plug-in '1f1b' of bad-one has the name of a family that comes with Penstock; give it an",
-        ),
-        (
-            "a.b = good:FAMILY",
-            "plug-in 'a.b' of bad-one has a name that is not of letters, digits, - and _; give it an",
-        ),
+        ("1f1b = good:FAMILY", "plug-in '1f1b' of bad-one has the name of a family that comes with Penstock; give it"),
+        ("a.b = good:FAMILY", "plug-in 'a.b' of bad-one has a name that is not of letters, digits, - and _; give it"),
         ("broken = wordless:FAMILY", "plug-in 'broken' of bad-one has None for its memory; give a text"),
     ],
 )
@@ -140,14 +128,10 @@ def test_what_fails_in_a_plug_in_or_has_another_size_is_told(install, row, told)
         build("zigzag", **SIZE)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_no_family_of_ours_is_taken_for_a_file(name):
-    assert is_family_name(name)
-
-
 @pytest.mark.parametrize("text", ["mine.csv", "runs/mine", "./1f1b", "a.b.json", "/tmp/x", Path("1f1b"), None])
-def test_paths_and_what_is_no_text_are_not_taken_for_names(text):
+def test_paths_and_what_is_no_text_are_not_taken_for_names_and_ours_are(text):
     assert not is_family_name(text)
+    assert all(map(is_family_name, FAMILIES))
 
 
 @pytest.mark.parametrize(("name", "is_loaded"), [("1f1b", False), ("1f1bb", True)])

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from penstock.schedules import build
-from tests.schedules.golden import built, orders, recorded, sizes
+from tests.schedules.golden import assert_recorded, orders
 from tests.schedules.timing import timeline
 
 
@@ -20,9 +20,8 @@ def test_one_slice_is_1f1b():
         assert orders(sliced) == orders(whole)
 
 
-@pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "seq1f1b"))
-def test_the_order_is_that_of_the_zero_bubble_code(key, ranks):
-    assert built("seq1f1b", key, slices=sizes(key)["s"]) == ranks
+def test_the_order_is_that_of_the_zero_bubble_code():
+    assert_recorded("seq1f1b", "zero_bubble", "seq1f1b", lambda size: {"slices": size["s"]})
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])

@@ -6,11 +6,9 @@ from functools import partial
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.ir.schedule import Schedule
-from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.schedules.phases import b, f, pair, phases, repeat
-from penstock.schedules.third_party import as_schedule, require_sizes, run_third_party
+from penstock.schedules.third_party import as_schedule, run_third_party
 from tests.support.actions import parse_action
 from tests.support.grids import assert_grid
 
@@ -53,12 +51,6 @@ def test_rows_and_drawings_become_a_schedule(result):
     assert_grid(schedule, GRID)
     assert schedule.name == "mine"
     assert schedule == build("1f1b", ranks=2, microbatches=2)
-
-
-def test_a_schedule_is_taken_as_it_is():
-    schedule = Schedule.from_actions("whole", Placement.line(1), [[parse_action("0F0")]], num_microbatches=1)
-
-    assert as_schedule(schedule, "mine", num_ranks=1) is schedule
 
 
 def test_phases_may_be_of_any_placement_that_rows_can_be():
@@ -123,14 +115,3 @@ def test_errors_of_ours_and_interruptions_pass(error):
 def test_code_that_wants_to_exit_fails():
     with pytest.raises(ConfigError, match="mine failed: SystemExit: 3"):
         run_third_party("mine", lambda: exec("raise SystemExit(3)"))
-
-
-@pytest.mark.parametrize("key", ["ranks", "stages", "microbatches", "slices"])
-def test_another_size_is_refused(key):
-    schedule = build("1f1b", ranks=2, microbatches=2)
-    sizes = {"ranks": 2, "stages": 2, "microbatches": 2, "slices": 1}
-
-    require_sizes("mine", schedule, sizes)
-    require_sizes("mine", schedule, sizes | {key: None})
-    with pytest.raises(ConfigError, match=rf"^{key}: mine made a schedule with {sizes[key]}, but 7 were asked for"):
-        require_sizes("mine", schedule, sizes | {key: 7})

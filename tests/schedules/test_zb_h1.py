@@ -2,10 +2,8 @@
 
 import pytest
 
-from tests.schedules.golden import built, recorded, sizes
+from tests.schedules.golden import assert_recorded, built, recorded, sizes
 from tests.schedules.timing import timeline
-
-PATCH = recorded("zero_bubble", "zbh1_patch")
 
 
 def oldest_first(order):
@@ -20,19 +18,16 @@ def kinds(order):
     return "".join(letter for letter in order.replace("B", "IW") if letter in "FIW")
 
 
-@pytest.mark.parametrize(("key", "ranks"), PATCH)
-def test_with_whole_backwards_the_order_is_that_of_the_authors_patch(key, ranks):
-    assert built("zb-h1", key, backward="whole") == ranks
+def test_with_whole_backwards_the_order_is_that_of_the_authors_patch_and_light_list():
+    assert_recorded("zb-h1", "zero_bubble", "zbh1_patch", lambda size: {"backward": "whole"})
+    for key, ranks in recorded("zero_bubble", "zb1p_light"):
+        assert built("zb-h1", key, backward="whole") == [oldest_first(order) for order in ranks], key
 
 
-@pytest.mark.parametrize(("key", "ranks"), recorded("zero_bubble", "zb1p_light"))
-def test_with_whole_backwards_the_order_is_what_the_authors_light_list_runs(key, ranks):
-    assert built("zb-h1", key, backward="whole") == [oldest_first(order) for order in ranks]
-
-
-@pytest.mark.parametrize(("key", "ranks"), [case for case in PATCH if sizes(case.id)["m"] >= sizes(case.id)["p"] - 1])
-def test_with_split_backwards_the_same_kinds_of_work_stand_at_the_same_places(key, ranks):
-    assert [kinds(order) for order in built("zb-h1", key)] == [kinds(order) for order in ranks]
+def test_with_split_backwards_the_same_kinds_of_work_stand_at_the_same_places():
+    for key, ranks in recorded("zero_bubble", "zbh1_patch"):
+        if sizes(key)["m"] >= sizes(key)["p"] - 1:
+            assert [kinds(order) for order in built("zb-h1", key)] == [kinds(order) for order in ranks], key
 
 
 @pytest.mark.parametrize("costs", [(1, 1, 1), (10, 12, 8), (18, 18, 9), (6, 4, 4), (1, 2, 0)], ids=str)
