@@ -37,9 +37,17 @@ def test_a_given_split_is_taken_as_it_is():
 
 
 @pytest.mark.feature("F3", "X37")
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(PartitionError, match=r"8 stages, but the model has only 6 layers .* at most 6 stages"):
-        split_layers(6, 8)
+@pytest.mark.parametrize(
+    ("sizes", "weights", "message"),
+    [
+        ((6, 8), None, r"8 stages, but the model has only 6 layers .* at most 6 stages"),
+        ((3, 0), None, "0 stages"),
+        ((3, 2), [1, 1], "2 weights were given for 3 layers"),
+    ],
+)
+def test_what_no_split_can_have_is_refused(sizes, weights, message):
+    with pytest.raises(PartitionError, match=message):
+        split_layers(*sizes, weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +63,6 @@ def test_more_stages_than_layers_are_refused():
 def test_a_split_that_does_not_fit_is_refused(split, message):
     with pytest.raises(PartitionError, match=message):
         split_layers(6, 3, split=split)
-
-
-def test_weights_must_be_given_for_every_layer():
-    with pytest.raises(PartitionError, match="2 weights were given for 3 layers"):
-        split_layers(3, 2, weights=[1, 1])
-
-
-def test_less_than_one_stage_is_refused():
-    with pytest.raises(PartitionError, match="0 stages"):
-        split_layers(3, 0)
 
 
 NAMES = ["embedding", "blocks.0", "blocks.1", "norm", "head"]

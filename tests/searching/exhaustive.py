@@ -5,19 +5,18 @@ import math
 NONE = -1
 
 
-def optimum(problem, *, by_span=False, may_wait=0):
+def optimum(problem, *, by_span=False):
     """Return the least seconds of all orders that fit, infinite where none does.
 
     Each order is tried once: actions are put one behind the other in the order of their starts. An order is given up
-    where what is left for one of its ranks makes it no better than the best so far. `may_wait`: a rank other than the
-    first may begin up to so many whole seconds later than it could.
+    where what is left for one of its ranks makes it no better than the best so far.
     """
-    return _Tries(problem, by_span, may_wait).run()
+    return _Tries(problem, by_span).run()
 
 
 class _Tries:
-    def __init__(self, problem, by_span, may_wait):
-        self.by_span, self.may_wait, self.best = by_span, may_wait, math.inf
+    def __init__(self, problem, by_span):
+        self.by_span, self.best = by_span, math.inf
         columns = ("rank", "seconds", "source", "activation_source", "lag_s", "link", "wire_s", "limit")
         for name in (*columns, "taken_bytes", "freed_bytes"):
             setattr(self, name, getattr(problem, name).tolist())
@@ -58,10 +57,8 @@ class _Tries:
             at = self.free[rank]
             if source != NONE and self.rank[source] != rank:
                 at = max(at, self.arrival[source] + self.lag_s[action])
-            is_first = self.first[rank] == math.inf and rank > 0
-            for wait in range(self.may_wait + 1 if is_first else 1):
-                if (at + wait, rank) >= last:
-                    yield at + wait, action
+            if (at, rank) >= last:
+                yield at, action
 
     def _try(self, action, at):
         rank, link = self.rank[action], self.link[action]

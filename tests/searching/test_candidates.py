@@ -7,7 +7,7 @@ from penstock.searching.candidates import by_objective, different, of_constructi
 from tests.searching.cases import problem_of, random_costs
 
 
-def test_every_family_of_the_shape_is_one():
+def test_every_family_of_the_shape_is_one_and_tells_whether_it_fits():
     costs = random_costs(0, 4)
     found = list(of_families(problem_of(Placement.line(4), 8, costs), by_span=False))
 
@@ -15,12 +15,7 @@ def test_every_family_of_the_shape_is_one():
     assert {"1f1b", "gpipe", "zb-h1", "zb-h2", "sequential"} <= names
     assert not {"forward-only", "dualpipe", "chimera"} & names
     assert all(each.schedule() is each.family for each in found)
-
-
-def test_families_that_do_not_fit_are_told():
-    costs = random_costs(0, 4)
     found = {each.family.name: each for each in of_families(problem_of(Placement.line(4), 8, costs, 40), by_span=False)}
-
     assert found["1f1b"].fits
     assert not found["gpipe"].fits
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,10 +41,6 @@ def objective_s(problem, sequence, by_span):
     return found.span_s if by_span else found.makespan_s
 
 
-def changed(costs, **others):
-    return Costs(**{name: getattr(costs, name) for name in costs.__dataclass_fields__} | others)
-
-
 by_objective = pytest.mark.parametrize("by_span", [False, True], ids=["makespan", "span"])
 
 
@@ -60,36 +57,26 @@ def test_optima_that_another_solver_has_proved_are_proved(row, by_span):
     assert objective_s(problem, found.sequence, by_span) == found.bound_s
 
 
+SMALL = {
+    "line": (Placement.line(2), 2, UNEVEN, None),
+    "limit": (Placement.line(2), 3, UNEVEN, 20),
+    "one at a time": (Placement.line(2), 3, UNEVEN, 10),
+    "nothing fits": (Placement.line(2), 3, UNEVEN, 9),
+    "I leaves more than it frees": (Placement.line(2), 3, replace(UNEVEN, weight_context_bytes=14), 24),
+    "links": (Placement.line(2), 3, replace(UNEVEN, **LINKS), 26),
+    "launches": (Placement.line(2), 3, replace(UNEVEN, launch_s=1.0), 20),
+    "three ranks": (Placement.line(3), 2, THREE, None),
+    "V": (Placement.vee(2), 2, replace(FOUR, activation_bytes=10), 30),
+    "links of a V": (Placement.vee(2), 2, replace(FOUR, **LINKS), None),
+    "loop": (Placement.loop(2, 4), 2, replace(FOUR, activation_bytes=10), 30),
+    "differ": (Placement.line(2), 3, replace(UNEVEN, microbatch_compute_factor=(1.0, 3.0, 2.0)), 20),
+    "two alike": (Placement.line(2), 3, replace(UNEVEN, microbatch_compute_factor=(2.0, 1.0, 2.0)), 20),
+    "bytes differ": (Placement.line(2), 3, replace(UNEVEN, microbatch_bytes_factor=(1.0, 1.5, 0.5), **LINKS), 20),
+}
+
+
 @by_objective
-@pytest.mark.parametrize(
-    ("placement", "microbatches", "costs", "limit"),
-    [
-        pytest.param(Placement.line(2), 2, UNEVEN, None, id="line"),
-        pytest.param(Placement.line(2), 3, UNEVEN, 20, id="limit"),
-        pytest.param(Placement.line(2), 3, UNEVEN, 10, id="one at a time"),
-        pytest.param(Placement.line(2), 3, UNEVEN, 9, id="nothing fits"),
-        pytest.param(
-            Placement.line(2), 3, changed(UNEVEN, weight_context_bytes=14), 24, id="I leaves more than it frees"
-        ),
-        pytest.param(Placement.line(2), 3, changed(UNEVEN, **LINKS), 26, id="links"),
-        pytest.param(Placement.line(2), 3, changed(UNEVEN, launch_s=1.0), 20, id="launches"),
-        pytest.param(Placement.line(3), 2, THREE, None, id="three ranks"),
-        pytest.param(Placement.vee(2), 2, changed(FOUR, activation_bytes=10), 30, id="V"),
-        pytest.param(Placement.vee(2), 2, changed(FOUR, **LINKS), None, id="links of a V"),
-        pytest.param(Placement.loop(2, 4), 2, changed(FOUR, activation_bytes=10), 30, id="loop"),
-        pytest.param(Placement.line(2), 3, changed(UNEVEN, microbatch_compute_factor=(1.0, 3.0, 2.0)), 20, id="differ"),
-        pytest.param(
-            Placement.line(2), 3, changed(UNEVEN, microbatch_compute_factor=(2.0, 1.0, 2.0)), 20, id="two alike"
-        ),
-        pytest.param(
-            Placement.line(2),
-            3,
-            changed(UNEVEN, microbatch_bytes_factor=(1.0, 1.5, 0.5), **LINKS),
-            20,
-            id="bytes differ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("placement", "microbatches", "costs", "limit"), SMALL.values(), ids=SMALL)
 def test_the_optimum_is_the_least_of_all_orders(placement, microbatches, costs, limit, by_span):
     problem = problem_of(placement, microbatches, costs, limit)
 
@@ -116,20 +103,6 @@ def test_a_bound_of_the_span_lets_ranks_begin_later_than_orders_do():
     assert lower_bound(problem, by_span=True).seconds <= found.bound_s
 
 
-@by_objective
-@pytest.mark.parametrize("seed", range(6))
-def test_where_seconds_have_no_common_unit_the_bound_is_below_by_less_than_an_optimum_may_be_off(seed, by_span):
-    placement = (Placement.line(3), Placement.vee(2), Placement.loop(2, 4))[seed % 3]
-    costs = random_costs(seed, placement.num_stages, is_exclusive=seed % 2 == 0, launch_s=0.01)
-    problem = problem_of(placement, 4, costs, 20 * len(placement.stages_of_rank[0]))
-
-    found = solve(problem, None, by_span=by_span, seconds=LONG_S)
-
-    assert found.is_proved
-    found_s = objective_s(problem, found.sequence, by_span)
-    assert found.bound_s <= found_s <= found.bound_s * (1 + 1e-9)
-
-
 def random_problems(seed):
     random = np.random.default_rng(seed)
     for number in range(10):
@@ -152,6 +125,7 @@ def test_no_bound_is_above_the_optima_of_random_problems(seed):
         found_s = objective_s(problem, found.sequence, by_span)
         for bound in (found.bound_s, lower_bound(problem, by_span=by_span).seconds):
             assert bound <= found_s * (1 + 1e-12)
+        assert found_s <= found.bound_s * (1 + 1e-9)  # which is cut off to ticks
 
 
 @pytest.mark.parametrize(("seed", "number"), [(4, 4), (8, 6), (19, 8), (32, 8), (33, 4)])

@@ -5,7 +5,7 @@ import pytest
 
 from penstock.placement import Placement
 from penstock.schedules import build
-from penstock.searching.exact_model import Model, groups_alike, transitive_closure, waits_of
+from penstock.searching.exact_model import Model, groups_alike
 from penstock.searching.sequences import run, sequence_of
 from penstock.searching.ticks import Ticks
 from penstock.simulation import Costs
@@ -26,39 +26,6 @@ SIZES = {"activation_bytes": 10, "weight_context_bytes": 6}
 )
 def test_microbatches_are_alike_that_take_the_same_seconds_and_bytes(others, groups):
     assert groups_alike(problem_of(Placement.line(2), 4, Costs.uniform(**SIZES, **others))) == groups
-
-
-def test_an_action_waits_for_its_source_what_it_saved_and_the_microbatch_before_it_that_is_alike():
-    costs = Costs.uniform(microbatch_compute_factor=(1.0, 2.0, 1.0))
-    problem = problem_of(Placement.line(1), 3, costs)
-
-    waits = waits_of(problem, groups_alike(problem))
-
-    # F are 0 to 2, I 3 to 5, W 6 to 8; microbatches 0 and 2 are alike.
-    of_microbatches = {(0, 3), (3, 6), (1, 4), (4, 7), (2, 5), (5, 8)}
-    assert {tuple(pair) for pair in np.argwhere(waits).tolist()} == of_microbatches | {(0, 2), (3, 5), (6, 8)}
-    assert np.flatnonzero(transitive_closure(waits)[0]).tolist() == [2, 3, 5, 6, 8]
-
-
-def test_a_literal_is_made_only_where_waits_leave_the_order_open():
-    model = Model(problem_of(Placement.line(2), 3, Costs.uniform(**SIZES), 20), 100, by_span=False)
-
-    on_rank_0 = {(one, other) for one, other in model.literals if model.problem.rank[one] == 0}
-    # F2 may come before or behind I and W of microbatches 0 and 1, F1 before or behind those of microbatch 0.
-    pairs = {(2, 6), (2, 7), (2, 12), (2, 13), (1, 6), (1, 12)}
-    assert on_rank_0 == pairs | {(other, one) for one, other in pairs}
-
-
-def test_of_actions_that_start_together_those_without_seconds_come_first():
-    costs = Costs.uniform(forward=1, backward_input=0, backward_weight=0, activation_bytes=10)
-    problem = problem_of(Placement.line(1), 2, costs, 10)
-    model = Model(problem, 10, by_span=False)
-    starts = {0: 0, 1: 1, 2: 1, 3: 2, 4: 1, 5: 2}  # F0, F1, I0, I1, W0, W1
-
-    sequence = model.sequence_at([starts[action] for action in range(6)])
-
-    assert sequence.tolist() == [0, 2, 4, 1, 3, 5]
-    assert run(problem, sequence).fits(problem)
 
 
 @pytest.mark.parametrize("by_span", [False, True], ids=["makespan", "span"])

@@ -1,7 +1,6 @@
 """The split that fits is looked for among all of them: every claim is checked by proving and predicting each split."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from penstock.searching import fitting
 from penstock.searching.fitting import MemoryOfSplits, fitting_split
 from penstock.simulation import LayerCosts
 from penstock.simulation.costs.replicas import of_replicas
+from tests.support.splits import every_split
 
 NUM_LAYERS = 7
 ONE_STAGE = ("1f1b", "gpipe", "zb-h1", "1f1b:recompute")
@@ -46,11 +46,6 @@ def random_costs(seed, **others):
     )
 
 
-def every_split(num_parts):
-    for cuts in combinations(range(1, NUM_LAYERS), num_parts - 1):
-        yield tuple(end - start for start, end in pairwise((0, *cuts, NUM_LAYERS)))
-
-
 def held(costs, schedule, split):
     """Return the most bytes of each rank with a split, as a proof and a simulation of the whole plan find them."""
     timeline = plan(schedule, stage_costs(replace(costs, split=split), schedule)).timeline
@@ -71,7 +66,9 @@ FACTORS = {"alike": (1.0,) * 4, "halves": (1.0, 0.5, 0.25, 1.5), "tenths": (0.3,
 @pytest.mark.parametrize("factors", FACTORS)
 def test_what_fits_and_what_holds_least_is_that_of_all_splits(name, seed, factors):
     costs, schedule = random_costs(seed, microbatch_bytes_factor=FACTORS[factors]), schedule_of(name)
-    peaks = {split: held(costs, schedule, split) for split in every_split(len(schedule.placement.routes[0]))}
+    peaks = {
+        split: held(costs, schedule, split) for split in every_split(NUM_LAYERS, len(schedule.placement.routes[0]))
+    }
     least = min(map(max, peaks.values()))
 
     for most in sorted({least - 1, least, *map(max, peaks.values())}):
@@ -90,7 +87,7 @@ def test_what_fits_and_what_holds_least_is_that_of_all_splits(name, seed, factor
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 def test_each_rank_may_have_a_limit_of_its_own(name):
     costs, schedule = random_costs(1), schedule_of(name)
-    peaks = {split: held(costs, schedule, split) for split in every_split(2)}
+    peaks = {split: held(costs, schedule, split) for split in every_split(NUM_LAYERS, 2)}
 
     for limit in peaks.values():
         found = fitting_split(costs, lower(schedule), np.array(limit))
@@ -107,7 +104,7 @@ def test_what_each_rank_holds_is_that_of_the_whole_plan(name, others):
     costs, schedule = random_costs(5, **others), schedule_of(name)
     memory = MemoryOfSplits.of(costs, lower(schedule), 1)
 
-    for split in every_split(len(schedule.placement.routes[0])):
+    for split in every_split(NUM_LAYERS, len(schedule.placement.routes[0])):
         assert memory.peaks(np.array([split]))[0].tolist() == held(costs, schedule, split)
 
 
@@ -115,7 +112,7 @@ def test_slices_and_shards_hold_their_part():
     costs, schedule = random_costs(2), build("seq1f1b", ranks=2, microbatches=4, slices=2)
     memory = MemoryOfSplits.of(costs, lower(schedule, shard="full"), 3)
 
-    for split in every_split(2):
+    for split in every_split(NUM_LAYERS, 2):
         own = of_replicas(stage_costs(replace(costs, split=split), schedule), 3, is_sharded=True)
         timeline = plan(schedule, own, shard="full").timeline
         expected = np.array(timeline.peak_bytes) + timeline.static_bytes
@@ -146,7 +143,10 @@ def test_where_not_all_splits_are_tried_moves_find_one_and_nothing_is_called_exa
     num_found = 0
     for name in SEVERAL_STAGES:
         costs, schedule = random_costs(3), schedule_of(name)
-        peaks = {split: max(held(costs, schedule, split)) for split in every_split(len(schedule.placement.routes[0]))}
+        peaks = {
+            split: max(held(costs, schedule, split))
+            for split in every_split(NUM_LAYERS, len(schedule.placement.routes[0]))
+        }
         for most in sorted(peaks.values()):
             found = fitting_split(costs, lower(schedule), np.full(2, most))
             assert not found.is_exact

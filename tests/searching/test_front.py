@@ -6,18 +6,6 @@ from hypothesis import strategies as st
 from penstock.searching.front import pareto_front
 
 
-def test_the_front_is_what_no_other_row_beats():
-    assert pareto_front([(9.0, 2), (5.0, 8), (6.0, 4), (7.0, 4)]) == [0, 1, 2]
-
-
-def test_equal_rows_are_all_on_the_front():
-    assert pareto_front([(1.0, 1), (1.0, 1), (1.0, 2)]) == [0, 1]
-
-
-def test_of_nothing_nothing_is_on_the_front():
-    assert pareto_front([]) == []
-
-
 @given(st.lists(st.tuples(*[st.integers(1, 6)] * 3), max_size=20))
 def test_every_row_off_the_front_is_beaten_by_one_on_it(rows):
     front = pareto_front(rows)

@@ -23,10 +23,12 @@ def improved(starts, goal_s=0.0, share=1.0, evaluations=20_000, report=lambda be
     return improvement.improved, budget
 
 
-def test_what_it_finds_is_shorter_and_fits():
-    found, _ = improved(STARTS)
+def test_what_it_finds_and_reports_is_shorter_and_fits():
+    reported = []
+    found, _ = improved(STARTS, report=reported.append)
 
     best = min(found, key=by_objective)
+    assert min(reported) == best.objective_s
     assert best.objective_s < 0.995 * BEST_S
     assert {each.method for each in found} == {"list", "improved"}
     for each in found:
@@ -58,13 +60,6 @@ def test_where_a_family_is_as_short_as_can_be_nothing_is_tried():
 
     assert best.objective_s < BEST_S
     assert budget.spent == 0
-
-
-def test_it_reports_the_best():
-    told = []
-    found, _ = improved(STARTS, report=told.append)
-
-    assert min(told) == min(each.objective_s for each in found)
 
 
 def test_families_are_moved_and_have_no_settings_to_vary():

@@ -40,13 +40,6 @@ def test_moves_find_shorter_sequences(placement, family, by_span):
     assert best_s < begin_s
 
 
-def test_a_limit_is_kept():
-    problem, begin_s, best, best_s = improved(Placement.line(4), "1f1b", limit=40, is_exclusive=True)
-
-    assert run(problem, best).peak_bytes.max() <= 40
-    assert best_s <= begin_s
-
-
 def test_equal_seeds_move_alike():
     one, other, third = (improved(Placement.line(4), "1f1b", seed=seed)[2] for seed in (1, 1, 2))
 

@@ -56,15 +56,15 @@ def test_the_mean_is_that_of_the_objective(by_span):
     assert mean_s([problem], sequence, by_span=by_span) < expected  # what waits for several waits for the latest
 
 
-@pytest.mark.parametrize("noise", [-0.1, 1.0, True, "some", [0.1]])
-def test_what_is_no_share_is_refused(noise):
-    with pytest.raises(ConfigError, match=r"noise: .*expected a share of an action's seconds"):
+NO_SHARE, NO_SPREADS = "expected a share of an action's seconds", "the costs have no measured spreads; give a share"
+
+
+@pytest.mark.parametrize(
+    ("noise", "told"), [*((noise, NO_SHARE) for noise in (-0.1, 1.0, True, "some", [0.1])), ("measured", NO_SPREADS)]
+)
+def test_what_is_no_share_is_refused(noise, told):
+    with pytest.raises(ConfigError, match=f"noise: .*{told}"):
         shares_of(noise, Costs.uniform(), 2)
-
-
-def test_without_measured_spreads_it_says_so():
-    with pytest.raises(ConfigError, match="noise: the costs have no measured spreads; give a share"):
-        shares_of("measured", Costs.uniform(), 2)
 
 
 def _seconds():

@@ -60,14 +60,6 @@ def test_optima_that_a_solver_has_proved_are_found(row, objective):
     assert found.is_optimal == (found.lower_bound_s == row[objective])
 
 
-def test_what_reaches_its_bound_is_optimal_and_says_so():
-    found = search(Costs.uniform(), 4, 8, evaluations=1_000)
-
-    assert found.is_optimal
-    assert (found.gap, found.makespan_s, found.lower_bound_s) == (0.0, 27.0, 27.0)
-    assert found.bound.seconds == found.lower_bound_s
-
-
 @pytest.mark.parametrize("seed", [1, 4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3, 5))])
 def test_it_is_at_least_as_good_as_every_family_that_fits_and_its_program_fits(seed):
     random = np.random.default_rng(seed)
@@ -195,16 +187,8 @@ def test_one_entry_is_what_a_rank_does_whatever_the_placement():
     per_action = search(half, 4, 8, placement="v", per_action=True, evaluations=500)
 
     assert (line.makespan_s, vee.makespan_s) == (27.0, 25.5)
+    assert (line.is_optimal, line.gap, line.lower_bound_s, line.bound.seconds) == (True, 0.0, 27.0, 27.0)
     assert (per_action.makespan_s, per_action.costs) == (25.5, vee.costs)
-
-
-@pytest.mark.parametrize(("placement", "num_stages"), [("line", 4), ("v", 8), ("loop", 12), ("wave", 16), ("any", 8)])
-def test_where_nothing_fits_it_says_what_one_microbatch_takes(placement, num_stages):
-    costs = Costs.uniform(activation_bytes=(10,) * num_stages, parameter_bytes=7)
-    per_rank = num_stages // 4
-
-    with pytest.raises(ScheduleError, match=rf"rank 0 holds {17 * per_rank} bytes. Raise the limit"):
-        search(costs, 4, 8, placement=placement, memory_limit=17 * per_rank - 1, per_action=True, seconds=1.0)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
@@ -225,12 +209,6 @@ def test_what_one_microbatch_at_a_time_needs_is_the_least_limit_within_which_an_
     assert max(search(costs, 3, 4, memory_limit=least, **options).peak_bytes) == least
     with pytest.raises(ScheduleError, match=rf"which needs least, rank \d holds {least} bytes\. Raise the limit"):
         search(costs, 3, 4, memory_limit=least - 1, **options)
-
-
-def test_a_limit_of_microbatches_counts_activations():
-    found = search(Costs.uniform(), 4, 8, memory_limit="3 microbatches", evaluations=5_000)
-
-    assert max(found.timeline.peak_activations) <= 3
 
 
 def test_what_only_the_exact_method_finds_is_the_result(monkeypatch):
@@ -292,16 +270,6 @@ def test_without_time_the_best_construction_is_returned():
     assert found.method in ("family", "list")
 
 
-def test_progress_is_told():
-    told = []
-    search(random_costs(8, 4), 4, 8, memory_limit=30, evaluations=5_000, progress=told.append)
-
-    assert len(told) >= 3
-    best_s = [each.best_s for each in told]
-    assert best_s == sorted(best_s, reverse=True)
-    assert all(each.gap >= 0 for each in told)
-
-
 def test_an_interrupt_ends_the_search_with_the_best_so_far():
     def interrupt(progress):
         raise KeyboardInterrupt
@@ -313,34 +281,29 @@ def test_an_interrupt_ends_the_search_with_the_best_so_far():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "words"),
     [
-        (
-            {"memory_limit": 9},
-            ScheduleError,
-            "no order was found that fits a limit of 9; with one microbatch at a time",
-        ),
-        ({"objective": "time"}, ConfigError, "objective: 'time' of type str; expected one of makespan, span"),
-        ({"placement": "w"}, ConfigError, "placement: 'w' of type str; expected one of line"),
-        ({"seconds": -1.0}, ConfigError, "seconds: -1.0"),
-        ({"noise": 3}, ConfigError, "noise: 3 of type int; expected a share of an action's seconds"),
-        ({"noise": "measured"}, ConfigError, "noise: the costs have no measured spreads"),
-        ({"evaluations": 0}, ConfigError, "evaluations: 0"),
-        ({"ranks": 0}, ConfigError, "ranks: 0"),
-        ({"microbatches": 0}, ConfigError, "microbatches: 0"),
+        ({"objective": "time"}, "objective: 'time' of type str; expected one of makespan, span"),
+        ({"seconds": -1.0}, "seconds: -1.0"),
+        ({"evaluations": 0}, "evaluations: 0"),
+        ({"ranks": 0}, "ranks: 0"),
+        ({"microbatches": 0}, "microbatches: 0"),
     ],
 )
-def test_bad_input_is_one_message(options, error, words):
+def test_bad_input_is_one_message(options, words):
     given = {"ranks": 4, "microbatches": 8, "seconds": 1.0} | options
 
-    with pytest.raises(error) as caught:
+    with pytest.raises(ConfigError) as caught:
         search(random_costs(0, 4), given.pop("ranks"), given.pop("microbatches"), **given)
 
     assert words in str(caught.value)
 
 
-def test_static_bytes_above_the_limit_are_told_like_any_other():
-    costs = Costs.uniform(activation_bytes=5, parameter_bytes=100)
+def test_progress_is_told():
+    told = []
+    search(random_costs(8, 4), 4, 8, memory_limit=30, evaluations=5_000, progress=told.append)
 
-    with pytest.raises(ScheduleError, match="rank 0 holds 105 bytes"):
-        search(costs, 2, 4, memory_limit=50, seconds=1.0)
+    assert len(told) >= 3
+    best_s = [each.best_s for each in told]
+    assert best_s == sorted(best_s, reverse=True)
+    assert all(each.gap >= 0 for each in told)

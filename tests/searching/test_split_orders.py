@@ -1,17 +1,17 @@
 """A search gets the split with which a known order fits, and is told of none only where no split has one."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise
 
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.placement import Placement
 from penstock.planning import plan, stage_costs
-from penstock.proofs import Limit, check
+from penstock.proofs import Limit
 from penstock.searching.search import search
 from penstock.searching.split_orders import one_at_a_time, split_within
 from penstock.simulation import LayerCosts
+from tests.support.splits import every_split
 
 PLACEMENTS = [Placement.line(2), Placement.vee(2), Placement.loop(2, 4), Placement.wave(2, 4)]
 COSTS = LayerCosts(
@@ -24,11 +24,6 @@ COSTS = LayerCosts(
 )
 
 
-def every_split(num_layers, num_parts):
-    for cuts in combinations(range(1, num_layers), num_parts - 1):
-        yield tuple(end - start for start, end in pairwise((0, *cuts, num_layers)))
-
-
 def least_of(placement):
     """Return the fewest bytes that the fullest rank holds with any split, one microbatch at a time."""
     schedule, most = one_at_a_time(placement, 3), []
@@ -36,14 +31,6 @@ def least_of(placement):
         timeline = plan(schedule, stage_costs(replace(COSTS, split=split), schedule)).timeline
         most.append(max(map(sum, zip(timeline.peak_bytes, timeline.static_bytes, strict=True))))
     return min(most)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.style)
-def test_one_microbatch_at_a_time_is_an_order_of_any_placement(placement):
-    facts = check(one_at_a_time(placement, 3))
-
-    stages_of_rank = [placement.rank_of_stage.count(rank) for rank in range(2)]
-    assert facts.peak_activations == stages_of_rank
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.style)

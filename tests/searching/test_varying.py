@@ -34,19 +34,6 @@ def test_it_finds_shorter_list_schedules_within_the_limit(placement, limit, shar
         assert run(problem, each.sequence).makespan_s == each.objective_s
 
 
-def test_equal_seeds_do_the_same():
-    _, starts = starts_of(Placement.line(6), 60)
-    one, same, other = (Variation(starts, seed, by_span=False) for seed in (1, 1, 2))
-
-    first, second, third = (
-        [each and each.objective_s for each in (variation.step() for _ in range(40))]
-        for variation in (one, same, other)
-    )
-
-    assert first == second
-    assert first != third
-
-
 def test_what_it_starts_from_is_not_changed():
     _, starts = starts_of(Placement.line(6), 60)
     before = [each.setting.waits_for_share.tolist() for each in starts]

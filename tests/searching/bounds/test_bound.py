@@ -2,7 +2,6 @@
 
 from penstock.placement import Placement
 from penstock.searching.bounds import Bound, Route
-from penstock.searching.bounds.bound import RankCosts
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of
 
@@ -35,37 +34,8 @@ def test_the_time_on_a_serialized_link_is_a_part_of_the_way():
     assert route.forwards_between(0, 1) == 1.0 + 1.5
 
 
-def test_what_is_found_for_a_rank_is_kept():
-    route, ranks = Route(problem_of(Placement.line(3), 2, COSTS)), []
-
-    def find(_, rank):
-        ranks.append(rank)
-        return 10 * rank
-
-    assert [route.once(find, rank) for rank in (1, 2, 1)] == [10, 20, 10]
-    assert ranks == [1, 2]
-
-
 def test_the_terms_of_a_bound_add_up():
     bound = Bound("work", 2, {"begin": 1.5, "work": 3.0})
 
     assert bound.seconds == 4.5
     assert str(bound) == "work of rank 2: begin 1.5 s + work 3 s"
-
-
-def test_seconds_are_those_of_the_slowest_microbatch_and_bytes_of_the_smallest():
-    costs = Costs(
-        forward_s=(1.0, 2.0, 3.0, 4.0),
-        backward_input_s=(5.0,),
-        backward_weight_s=(0.5,),
-        activation_bytes=(10, 20, 30, 40),
-        weight_context_bytes=(4, 6, 8, 10),
-        microbatch_compute_factor=(2.0, 1.0),
-        microbatch_bytes_factor=(1.0, 1.5),
-    )
-    costs_of_rank = RankCosts.of(Route(problem_of(Placement.vee(2), 2, costs, 90)), 0)
-
-    assert costs_of_rank == RankCosts((0, 3), 2, 90, (10, 40), (4, 10), (2.0, 8.0), (10.0, 10.0), (1.0, 1.0))
-    assert (costs_of_rank.room(0), costs_of_rank.room(1)) == (80, 40)
-    assert (costs_of_rank.most_activations(0), costs_of_rank.most_activations(1)) == (9, 9)
-    assert costs_of_rank.all_of([1]) == 8.0 + 10.0 + 1.0

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.placement import Placement
 from penstock.searching.bounds import Route, lower_bound
-from penstock.searching.bounds.busiest import of_begin_and_work, of_inputs_and_end, of_slowest_microbatch, of_work
+from penstock.searching.bounds.busiest import of_slowest_microbatch
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of
 
@@ -18,18 +18,6 @@ def test_on_a_line_without_a_limit_the_bound_is_the_one_that_is_published(p, m, 
 
     published = max((p - 1) * (f + c) + m * (f + i + w), (p - 1) * (f + i + 2 * c) + m * (f + i) + w)
     assert found.seconds == pytest.approx(published, rel=1e-12)
-
-
-def test_each_rank_has_its_own():
-    costs = Costs(forward_s=(1.0, 5.0), backward_input_s=(2.0,), backward_weight_s=(3.0, 1.0), latency_s=0.5)
-    route = Route(problem_of(Placement.line(2), 2, costs))
-
-    assert [each.seconds for each in of_work(route)] == [12.0, 16.0]
-    assert [each.seconds for each in of_begin_and_work(route)] == [12.0, 1.5 + 16.0]
-    assert [each.terms for each in of_inputs_and_end(route)] == [
-        {"begin": 0.0, "F and I": 6.0, "end": 3.0},
-        {"begin": 1.5, "F and I": 14.0, "end": 0.5 + 2.0 + 3.0},
-    ]
 
 
 def test_a_step_takes_at_least_as_long_as_its_slowest_microbatch_alone():

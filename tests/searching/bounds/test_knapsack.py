@@ -8,12 +8,7 @@ import pytest
 from penstock.searching.bounds.knapsack import most_seconds
 
 
-def test_whole_pieces_of_one_size_or_of_two_are_counted_and_of_more_the_last_is_cut():
-    assert most_seconds([(4, 1.0, 10)], 11) == 2.0
-    assert most_seconds([(4, 1.0, 2)], 100) == 2.0
-    assert most_seconds([(4, 1.0, 1), (4, 3.0, 1)], 9) == 4.0
-    assert most_seconds([(4, 1.0, 1), (2, 3.0, 1)], 5) == 3.0
-    assert most_seconds([(4, 8.0, 2), (3, 3.0, 2), (2, 1.0, 2)], 9) == 16.0 + 1.0
+def test_pieces_without_a_size_fit_any_room_and_nothing_fits_less_than_none():
     assert most_seconds([(0, 1.0, 2), (4, 3.0, 2)], 7) == 2.0 + 3.0
     assert most_seconds([(0, 1.0, 2), (4, 3.0, 2)], -1) == 0.0
 

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from penstock.placement import Placement
-from penstock.searching.bounds import MAKESPAN, SPAN, Route, lower_bound
+from penstock.searching.bounds import MAKESPAN, SPAN, Route
 from penstock.searching.problem import Problem
 from penstock.simulation import Costs
-from tests.searching.cases import problem_of
 
 ROWS = json.loads((Path(__file__).parent / "proved_optima.json").read_text(encoding="utf-8"))
 OF_PROBLEM = ("kind", "ranks", "stages", "microbatches", "limit", "span", "makespan", "is_tight")
@@ -43,16 +42,3 @@ def test_random_problems(row):
         bounds = [bound.seconds for function in functions for bound in function(route)]
         assert max(bounds) <= optimum + ROUNDING
         assert (max(bounds) >= optimum - ROUNDING) or not row["is_tight"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "microbatches", "cap", "span", "makespan"),
-    [(2, 4, 4, 24, 25), (3, 6, 4, 41, 41), (3, 6, 6, 36, 38), (4, 8, 4, 59, 59), (4, 8, 6, 53, 53), (4, 8, 8, 48, 51)],
-)
-def test_the_v_with_parts_of_a_second(ranks, microbatches, cap, span, makespan):
-    """Makespans that a solver has proved. No span is longer: so where the bound of the span is as long, it is one."""
-    costs = Costs.uniform(activation_bytes=2, weight_context_bytes=1)
-    problem = problem_of(Placement.vee(ranks), microbatches, costs, 2 * cap)
-
-    assert lower_bound(problem, by_span=True).seconds == span
-    assert lower_bound(problem).seconds == makespan

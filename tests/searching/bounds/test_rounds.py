@@ -22,27 +22,6 @@ def test_on_the_last_rank_of_a_v_both_activations_must_have_gone_before_the_next
     assert found.busy_s.tolist() == [6.0 * each for each in range(6)]
 
 
-def test_with_room_for_two_an_f_waits_for_the_last_but_one_and_three_take_longer_than_one_and_a_half_rounds():
-    """Line of 4 ranks: F, 6 s behind, I and W (9 s) before the next but one; F, I, I, W, W (12 s) before the third."""
-    found = rounds(Placement.line(4), 8, 14, rank=0, place=0)
-
-    assert found.start_s.tolist() == [0.0, 1.0, 9.0, 12.0, 18.0, 21.0, 27.0, 30.0]
-
-
-def test_more_i_can_stand_for_w_where_they_leave_more_room():
-    """An I and 5 s of W make room for the next F; but so do two I, 1 s each, beside whose tensors for W 7 bytes fit."""
-    found = rounds(Placement.line(4), 8, 14, rank=0, place=0, backward_weight=5.0, transfer=3.0)
-
-    assert found.start_s[2] == 1.0 + (6.0 + 6 * 3.0) + 2 * 1.0
-
-
-def test_a_first_f_leaves_room_for_the_second_f_of_its_microbatch():
-    """V with room for two activations, rank 0: F, 2 s and two messages, F', I' and W' before the next F."""
-    found = rounds(Placement.vee(2), 6, 14, rank=0, place=0, transfer=0.5)
-
-    assert found.start_s[1] == 1.0 + 3.0 + 1.0 + 2.0
-
-
 def test_there_are_none_without_a_limit_or_where_the_work_takes_as_long():
     assert rounds(Placement.vee(2), 6, None, rank=1, place=1) is None
     assert rounds(Placement.vee(2), 6, 28, rank=1, place=1) is None

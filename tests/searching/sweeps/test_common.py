@@ -3,11 +3,10 @@
 from collections import namedtuple
 
 import numpy as np
-import pytest
 
 from penstock.placement import Placement
 from penstock.searching.sequences import Columns, Timing, clear
-from penstock.searching.sweeps.common import Sweep, do, fill, flush, make_room, most_idle_s
+from penstock.searching.sweeps.common import Sweep, do, make_room, most_idle_s
 from penstock.simulation import Costs
 from tests.searching.cases import problem_of
 
@@ -42,55 +41,6 @@ def W(stage, microbatch):  # noqa: N802
 
 def found(room):
     return room.sweep.sequence[: room.sweep.length[0]].tolist()
-
-
-def test_idle_time_counts_from_the_first_action_of_a_rank():
-    room = room_of()
-
-    # Rank 0 waits from 2 s on for the first I of rank 1, which ends at 4.5 s, and then for the second one.
-    assert room.sweep.idle_s.tolist() == [3.0 + 1.0, 0.0]
-
-
-def test_weights_run_in_the_order_of_their_inputs():
-    room = room_of()
-    flush(*room, 0)
-
-    assert found(room)[-2:] == [W(0, 0), W(0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("gap_s", "is_over", "is_within", "num_weights"),
-    [
-        (-1.0, True, True, 0),
-        (7.0, False, False, 2),  # both W end within it
-        (4.0, False, False, 1),
-        (4.0, True, False, 1),  # rank 0 idles more, so rank 1 may idle as well
-        (4.0, False, True, 2),
-    ],
-)
-def test_a_gap_is_filled(gap_s, is_over, is_within, num_weights):
-    room = room_of(transfer=4.0)
-    do(*room, F(0, 2))
-    room.timing.free_s[1] = room.timing.arrival_s[F(0, 2)] + 4.0 - gap_s  # rank 1 has two W to run
-    before = len(found(room))
-
-    fill(*room, F(1, 2), is_over, is_within)
-
-    assert len(found(room)) - before == num_weights
-
-
-def test_the_rank_that_idles_most_runs_one_more():
-    room = room_of(transfer=4.0)
-    do(*room, F(0, 2))
-    room.sweep.idle_s[1] = room.sweep.idle_s[0]
-    room.timing.free_s[1] = room.timing.arrival_s[F(0, 2)] + 4.0 - 1.0
-    before = len(found(room))
-
-    fill(*room, F(1, 2), False, True)
-    assert len(found(room)) == before
-
-    fill(*room, F(1, 2), True, False)
-    assert found(room)[before:] == [W(1, 0)]
 
 
 def test_what_was_allowed_before_may_be_idled_again():
