@@ -1,7 +1,6 @@
 """Blocks: what ran without a break, who made the messages it waited for, and which gather."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
@@ -9,10 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.ir.instruction import Op
 from penstock.ir.timeline import DataWait
-from penstock.lowering import lower
-from penstock.schedules import build
 from penstock.simulation import Costs, simulate
-from penstock.simulation.blocks import Collective, Message, blocks_of, data_ready_s, in_order, waits_of_ranks
+from penstock.simulation.blocks import Collective, blocks_of, data_ready_s, waits_of_ranks
 from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.drawing import drawn, row_of, sharded
 from tests.simulation.events import programs, uneven_costs
@@ -25,7 +22,9 @@ def named(timeline):
 
 
 @given(programs(), st.integers(0, 2**32))
-def test_every_computation_is_in_one_block_of_its_rank(program, seed):
+def test_every_computation_is_in_one_block_of_its_rank_and_messages_were_made_by_neighbours_of_their_microbatch(
+    program, seed
+):
     timeline = simulate(program, uneven_costs(program, seed))
 
     blocks = blocks_of(timeline)
@@ -34,14 +33,6 @@ def test_every_computation_is_in_one_block_of_its_rank(program, seed):
     assert rows == np.flatnonzero(program.is_compute).tolist()
     assert [block.rank for block in blocks for _ in block.rows] == program.rank_of_row[rows].tolist()
     assert all(program.joined[block.row] == (block.num_rows == 2) for block in blocks)
-
-
-@given(programs(), st.integers(0, 2**32))
-def test_a_message_was_made_by_the_neighbours_computation_of_the_same_microbatch(program, seed):
-    timeline = simulate(program, uneven_costs(program, seed))
-
-    blocks = blocks_of(timeline)
-
     num_messages = 0
     for block in blocks:
         for message in block.messages:
@@ -55,35 +46,6 @@ def test_a_message_was_made_by_the_neighbours_computation_of_the_same_microbatch
             assert blocks[message.producer].end_s <= message.arrival_s <= block.start_s
             num_messages += 1
     assert num_messages == np.isin(program.op, (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD)).sum()
-
-
-def test_a_block_names_the_message_that_it_waited_for():
-    timeline = simulate(drawn("0F0 0B0", "1F0 1B0"), Costs.uniform(transfer=0.5))
-
-    blocks = named(timeline)
-
-    assert blocks["0F0"].messages == blocks["1B0"].messages == ()
-    assert blocks["1F0"].messages == (Message(0, 1.5, 0.0),)
-    assert blocks["0B0"].messages == (Message(3, 5.0, 1.0),)
-    assert blocks["0F0"].last_message is None
-
-
-def test_the_two_of_a_pair_are_one_block_with_the_messages_of_both():
-    program = drawn("0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1", num_microbatches=2)
-
-    pair = named(simulate(program, Costs.uniform(transfer=0.5)))["1F1"]
-
-    assert (pair.num_rows, pair.start_s, pair.end_s) == (2, 2.5, 5.5)
-    assert pair.last_message == Message(1, 2.5, 0.0)
-
-
-def test_a_block_names_the_gather_in_front_of_it():
-    timeline = simulate(sharded("0UNSHARD 0F0 0F1"), Costs.uniform(unshard_s=(2.0,), launch_s=0.5))
-
-    first, second = blocks_of(timeline)
-
-    assert first.gather == Collective(row=0, begin_s=0.0, end_s=2.5)
-    assert second.gather is None
 
 
 def test_a_block_has_the_reductions_since_the_block_before_it_that_held_its_rank_up():
@@ -124,19 +86,6 @@ def test_a_wait_that_lasts_longer_than_a_computation_of_the_device_is_one_of_the
     found = {name: block.data_waits for name, block in named(replace(timeline, data_waits=waits)).items()}
 
     assert found == {"0F0": (), "0F1": waits, "0F2": waits[1:]}
-
-
-def test_blocks_in_order_come_after_what_they_need():
-    blocks = blocks_of(simulate(lower(build("zbv", ranks=4, microbatches=8)), Costs.uniform()))
-
-    order = list(in_order(blocks, 4))
-
-    place = {index: number for number, index in enumerate(order)}
-    assert sorted(order) == list(range(len(blocks)))
-    for index, block in enumerate(blocks):
-        assert all(place[message.producer] < place[index] for message in block.messages)
-    for earlier, later in pairwise(range(len(blocks))):
-        assert place[earlier] < place[later] or blocks[earlier].rank != blocks[later].rank
 
 
 PROGRAM = drawn("0F0 0F1 0F2", "1F0 1F1 1F2", num_microbatches=3)

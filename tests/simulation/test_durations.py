@@ -4,7 +4,6 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.lowering import lower
-from penstock.placement import Placement
 from penstock.schedules import build
 from penstock.simulation import Costs
 from penstock.simulation.durations import durations_s
@@ -14,36 +13,6 @@ from tests.simulation.drawing import drawn, sharded
 def lasts(program, costs):
     """Seconds of every instruction by its text."""
     return {str(program.instruction(row)): seconds for row, seconds in enumerate(durations_s(program, costs).tolist())}
-
-
-def test_messages_gathers_and_reductions_over_replicas_do_not_keep_a_rank_busy():
-    program = lower(build("1f1b", ranks=2, microbatches=2), tied_groups=[(0, 1), (1,)], optimizer_step=True)
-    costs = Costs.uniform(
-        reduce_s=(3.0, 4.0), tied_reduce_s=(5.0, 6.0), unshard_s=(9.0,), optimizer_s=(0.5,), transfer=9.0
-    )
-
-    found = lasts(program, costs)
-
-    busy = {text: seconds for text, seconds in found.items() if seconds}
-    assert {text.lstrip("01").rstrip("01") for text in busy} == {"F", "B", "REDUCE_TIED", "STEP"}
-    assert (busy["0F0"], busy["0B0"], busy["1STEP"]) == (1, 2, 0.5)
-    assert [busy[text] for text in ("0REDUCE_TIED0", "1REDUCE_TIED1")] == [5, 6]
-
-
-def test_an_optimizer_step_takes_all_stages_of_its_rank():
-    program = drawn("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", placement=Placement.vee(2), optimizer_step=True)
-
-    found = lasts(program, Costs.uniform(optimizer_s=(1.0, 2.0, 4.0, 8.0), microbatch_compute_factor=(3.0,)))
-
-    assert (found["0STEP"], found["1STEP"]) == (9, 6)
-
-
-def test_every_instruction_has_its_launch_on_top_of_factors():
-    program = drawn("0F0 (0F1;0B0)OVERLAP_F_B 0B1", num_microbatches=2)
-
-    found = lasts(program, Costs.uniform(launch_s=0.25, overlap_factor=0.5, microbatch_compute_factor=(1.0, 3.0)))
-
-    assert found == {"0F0": 1.25, "0F1": 1.75, "0B0": 1.25, "0B1": 6.25, "0REDUCE_GRAD": 0.25}
 
 
 @pytest.mark.parametrize(("key", "text"), [("backward_input_s", "0I0"), ("backward_weight_s", "0W0")])

@@ -30,18 +30,6 @@ def measured(costs=COSTS, ranks=2, microbatches=6, notice_s=0.0):
     return replace(timeline, source="measured", end_s=end_s, start_s=start_s), timeline
 
 
-def test_a_trip_goes_from_send_to_receive_to_the_computation_that_takes_it():
-    program = lower(build("1f1b", ranks=2, microbatches=1))
-    transfers = Transfers.of(program)
-
-    text = [
-        [str(program.instruction(row)) for row in rows]
-        for rows in (transfers.sends, transfers.receives, transfers.consumers)
-    ]
-    assert text == [["1SEND_B0", "0SEND_F0"], ["0RECV_B0", "1RECV_F0"], ["0B0", "1F0"]]
-    assert (transfers.senders.tolist(), transfers.receivers.tolist()) == ([1, 0], [0, 1])
-
-
 def test_the_latency_is_that_of_messages_that_were_awaited():
     """Rank 1 is the slower one: it waits for its first input only, and rank 0 for the gradients."""
     noted, _ = measured()

@@ -16,12 +16,6 @@ def walked(queues, before=(ALONE,), lag_s=(0.0, 0.0, 0.0)):
     return queues.walk(list(before), array([1.0, 2.0, 3.0]), array(lag_s))
 
 
-def test_without_queues_only_the_program_is_walked():
-    before = array([NONE, NONE, 0], np.int32)
-
-    assert walked(Queues(PROGRAM), (before,), (0.0, 9.0, 3.5)).end.tolist() == [1, 3, 4.5 + 3]
-
-
 @pytest.mark.parametrize(("lengths", "after", "end_s"), [([3], [0, 1, 2], [5, 6, 7]), ([1, 2], [0, 0, 0], [5, 2, 3])])
 def test_rows_of_a_queue_run_one_behind_the_other_after_their_rows_and_not_after_other_queues(lengths, after, end_s):
     queues = Queues(PROGRAM)
@@ -41,11 +35,3 @@ def test_a_row_may_wait_for_one_of_a_queue_and_that_for_one_of_a_later_queue():
 
     times = walked(queues, before=(array([NONE, NONE, first], np.int32),), lag_s=(0.0, 0.0, 0.5))
     assert times.end.tolist() == [1, 3, 9.5 + 3, 9, 8]
-
-
-def test_all_columns_of_predecessors_count_and_the_lag_in_the_first():
-    queues = Queues(PROGRAM)
-    queues.add(array([2]), after=array([0, 0]), duration_s=array([2.0, 5.0]))
-    one, other = array([NONE, 3, NONE], np.int32), array([NONE, NONE, 4], np.int32)
-
-    assert walked(queues, (one, other), (0.0, 0.25, 9.0)).start[:3].tolist() == [0, 3.25, 8]

@@ -39,11 +39,7 @@ NO_CONTEXTS = LayerCosts(activation_bytes=[9, 9], weight_context_bytes=0)
         (LAYERS, COPIES, {"forward_s": (6, 4, 6, 4), "message_bytes": (30, 40, 30, 40)}),
         (RECOMPUTED, [2, 1], {"checkpoint_bytes": (0, 8)}),
         (LAYERS, [2, 2], {"checkpoint_bytes": (), "backward_input_s": (), "source": "layers.toml"}),
-        (
-            LAYERS,
-            [2, 2],
-            {"launch_s": 0.25, "channels": LAYERS.channels, "microbatch_compute_factor": (1.0, 2.0)},
-        ),
+        (LAYERS, [2, 2], {"launch_s": 0.25, "channels": LAYERS.channels, "microbatch_compute_factor": (1.0, 2.0)}),
         (LAYERS, [2, 2], {"weight_context_bytes": (11, 15), "gradient_bytes": (0, 0), "optimizer_bytes": (0, 0)}),
         (NO_CONTEXTS, [2], {"weight_context_bytes": (0,)}),
     ],
@@ -106,10 +102,7 @@ NO_LAYERS = "; expected layers per stage, 1 or more each, such as [3, 2]"
     [
         ({"forward": [-1.0]}, "forward: "),
         ({"activation_bytes": [1.5]}, "activation_bytes: "),
-        (
-            {"split": [3, 4]},
-            "split: [3, 4] adds up to 7 layers, but the costs have 4; make it add up to 4, or leave it",
-        ),
+        ({"split": [3, 4]}, "split: [3, 4] adds up to 7 layers, but the costs have 4; make it add up to 4, or leave"),
         ({"split": [4, 0]}, f"split: [4, 0]{NO_LAYERS}"),
         ({"split": [2.5, 1.5]}, f"split: [2.5, 1.5]{NO_LAYERS}"),
     ],

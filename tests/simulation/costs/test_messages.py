@@ -9,15 +9,6 @@ from penstock.simulation.costs.costs import Channel
 from penstock.simulation.costs.messages import BACKWARD, FORWARD, message_costs
 
 
-def test_a_gradient_has_the_bytes_of_the_output_it_belongs_to():
-    costs = Costs.uniform(message_bytes=(10, 20, 30), bandwidth_bytes_per_s=10.0)
-
-    found = message_costs(Placement.line(3), costs)
-
-    assert found.wire_s[FORWARD].tolist() == [1, 2, 0]
-    assert found.wire_s[BACKWARD].tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("placement", [Placement.bidirectional(2), Placement.vee(2)], ids=["bidirectional", "vee"])
 def test_nothing_is_sent_where_a_route_ends_nor_between_stages_of_one_rank(placement):
     """Without a bandwidth, bytes take no time."""
@@ -29,6 +20,14 @@ def test_nothing_is_sent_where_a_route_ends_nor_between_stages_of_one_rank(place
     assert not found.wire_s.any()
 
 
+def test_a_channel_of_a_rank_that_does_not_exist_is_refused():
+    costs = Costs.uniform(channels=(Channel(0, 2),), source="costs.toml")
+
+    expected = r"^channels: from rank 0 to rank 2, but there are 2 ranks, 0 to 1 \(in costs.toml\)$"
+    with pytest.raises(ConfigError, match=expected):
+        message_costs(Placement.line(2), costs)
+
+
 def test_a_channel_that_differs_counts_for_all_stages_of_its_two_ranks_in_its_direction():
     special = Channel(sender=0, receiver=1, latency_s=5.0, bandwidth_bytes_per_s=2.0, is_exclusive=True)
     costs = Costs.uniform(transfer=1.0, message_bytes=(8,), bandwidth_bytes_per_s=4.0, channels=(special,))
@@ -38,11 +37,3 @@ def test_a_channel_that_differs_counts_for_all_stages_of_its_two_ranks_in_its_di
     assert found.latency_s.tolist() == [[5, 1, 5, 0], [0, 1, 5, 1]]  # the gradient of stage 2 goes from rank 0 to 1
     assert found.wire_s.tolist() == [[4, 2, 4, 0], [0, 2, 4, 2]]
     assert found.is_exclusive.tolist() == [[True, False, True, False], [False, False, True, False]]
-
-
-def test_a_channel_of_a_rank_that_does_not_exist_is_refused():
-    costs = Costs.uniform(channels=(Channel(0, 2),), source="costs.toml")
-
-    expected = r"^channels: from rank 0 to rank 2, but there are 2 ranks, 0 to 1 \(in costs.toml\)$"
-    with pytest.raises(ConfigError, match=expected):
-        message_costs(Placement.line(2), costs)

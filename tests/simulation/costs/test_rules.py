@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.simulation.costs.rules import require_cost, require_costs
+from penstock.simulation.costs.rules import require_cost
 
 
 @pytest.mark.parametrize("entry", [0, 0.0, 1, 2.5, True, 10**30])
@@ -36,17 +36,3 @@ WRONG = [-1, -0.001, math.nan, math.inf, -math.inf, -(10**400), "1", None, [1.0]
 def test_anything_else_is_none(entry, key, told):
     with pytest.raises(ConfigError, match=f"^{key}: {told}"):
         require_cost(entry, key)
-
-
-def test_of_several_each_must_be_a_cost():
-    require_costs((1, 2.0), "reduce_s")
-
-    with pytest.raises(ConfigError, match="reduce_s: -2 is negative"):
-        require_costs((1, -2), "reduce_s")
-
-
-def test_only_what_may_be_unknown_may_be_empty():
-    require_costs((), "backward_input_s", may_be_empty=True)
-
-    with pytest.raises(ConfigError, match="reduce_s: is empty; give one number for each, or one for all"):
-        require_costs((), "reduce_s")
