@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ir.action import KIND_OF_LETTER, Action, Kind, OverlappedPair
+from penstock.ir.action import Action, Kind, OverlappedPair
 from tests.support.actions import parse_action
 
 NUMBERS = st.integers(0, 2**31 - 1)
@@ -18,6 +18,7 @@ ACTIONS = st.builds(Action, st.sampled_from(list(Kind)), NUMBERS, NUMBERS, st.in
         (Action(Kind.BACKWARD, 0, 3), "0B3"),
         (Action(Kind.BACKWARD_INPUT, 1, 3), "1I3"),
         (Action(Kind.BACKWARD_WEIGHT, 0, 3), "0W3"),
+        (Action(Kind.RECOMPUTE, 0, 3), "0R3"),
         (Action(Kind.FORWARD, 2, 0, 1), "2F0.1"),
         (OverlappedPair(Action(Kind.FORWARD, 0, 7), Action(Kind.BACKWARD, 7, 3)), "(0F7;7B3)OVERLAP_F_B"),
     ],
@@ -30,14 +31,3 @@ def test_an_action_has_the_text_of_torch(action, text):
 @given(st.one_of(ACTIONS, st.builds(OverlappedPair, ACTIONS, ACTIONS)))
 def test_reading_a_written_action_gives_it_back(action):
     assert parse_action(str(action)) == action
-
-
-def test_every_kind_has_its_letter():
-    assert {kind: kind.letter for kind in Kind} == {
-        Kind.FORWARD: "F",
-        Kind.BACKWARD: "B",
-        Kind.BACKWARD_INPUT: "I",
-        Kind.BACKWARD_WEIGHT: "W",
-        Kind.RECOMPUTE: "R",
-    }
-    assert all(KIND_OF_LETTER[kind.letter] is kind for kind in Kind)

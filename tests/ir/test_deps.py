@@ -57,28 +57,6 @@ def test_in_a_program_messages_stand_between_the_ranks():
     assert found["0REDUCE_GRAD"] == set()
 
 
-@pytest.mark.feature("C17")
-def test_stages_of_one_rank_wait_for_each_other_without_messages():
-    schedule = one_rank("0F0 1F0 1I0 1W0 0B0")
-
-    found = program_waits(lower(one_rank("0F0 1F0 1B0 0B0")))
-
-    assert found["1F0"] == {"0F0"}
-    assert found["0B0"] == {"1B0", "0F0"}
-    assert schedule_waits(schedule)["1W0"] == {"1I0"}
-
-
-def test_rows_are_found_by_stage_microbatch_and_slice():
-    program = lower(build("1f1b", ranks=2, microbatches=3))
-
-    rows = index_rows(program)
-
-    assert str(program.instruction(int(rows.plane(Op.FORWARD)[1, 2, 0]))) == "1F2"
-    assert str(program.instruction(int(rows.plane(Op.SEND_BACKWARD)[1, 0, 0]))) == "1SEND_B0"
-    assert (rows.plane(Op.BACKWARD_WEIGHT) == NONE).all()
-    assert (rows.plane(Op.RECEIVE_FORWARD)[0] == NONE).all()
-
-
 def test_whole_backwards_and_input_parts_are_found_in_one_plane():
     rows = index_rows(one_rank("0F0 1F0 1I0 0B0 1W0"))
 

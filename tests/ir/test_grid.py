@@ -20,16 +20,13 @@ def clean(drawing):
     return dedent(drawing).strip()
 
 
-def test_a_schedule_is_drawn_in_time():
+def test_a_schedule_is_drawn_in_time_and_plain_on_request():
     assert to_grid(SCHEDULE) == clean(
         """
         rank 0: 0F0 0F1 .   .   0B0 =   .   0B1 =
         rank 1: .   1F0 1B0 =   1F1 1B1 =
         """
     )
-
-
-def test_a_schedule_is_drawn_plain_on_request():
     assert to_grid(SCHEDULE, timed=False) == clean(
         """
         rank 0: 0F0 0F1 0B0 0B1
@@ -87,9 +84,10 @@ def test_any_drawn_order_reads_back_in_its_order(schedule, timed):
         "\n    0F0 0F1 . . 0B0 = 0B1 =\n\n    . 1F0 1B0 = 1F1 1B1 =\n",
         "rank 0: 0F0 | 0F1 | 0B0 | 0B1 |\nrank 1: 1F0 | 1B0 | 1F1 | 1B1 |\r\n",
         "rank 0 |0F0|0F1|0B0|0B1|\n    ^ here\nrank 1 |1F0|1B0|1F1|1B1|",
+        "# mine, all of it\nrank 0: 0F0 0F1 0B0 0B1\n  # 9F9\nrank 1: 1F0 1B0 1F1 1B1",
     ],
 )
-def test_labels_bars_indentation_and_marks_may_be_there_or_not(drawing):
+def test_labels_bars_indentation_marks_and_comments_may_be_there_or_not(drawing):
     assert from_grid(drawing) == SCHEDULE
 
 
@@ -99,10 +97,6 @@ def test_a_wrapped_drawing_is_put_together_from_its_blocks(gap):
     second = "rank 0: =   .   0B1 =\nrank 1: 1B1 ="
 
     assert from_grid(first + gap + second) == SCHEDULE
-
-
-def test_lines_of_comment_are_no_ranks():
-    assert from_grid("# mine, all of it\nrank 0: 0F0 0F1 0B0 0B1\n  # 9F9\nrank 1: 1F0 1B0 1F1 1B1") == SCHEDULE
 
 
 @pytest.mark.parametrize(

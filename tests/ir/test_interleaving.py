@@ -22,8 +22,3 @@ def drawn(turn, stages, microbatches, num_warmup):
 )
 def test_a_rank_warms_up_then_runs_forwards_and_backwards_in_turn(num_warmup, order):
     assert drawn([0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 0, 1], num_warmup) == order
-
-
-def test_forwards_are_ordered_by_their_turns_and_empty_turns_delay_them():
-    assert drawn([2, 0], [1, 0], [0, 0], 0) == "aF0 bB0 bF0 aB0"
-    assert drawn([0, 3, 1, 4], [0, 1, 0, 1], [0, 0, 1, 1], 3) == "aF0 aF1 bF0 bB0 bF1 bB1 aB0 aB1"

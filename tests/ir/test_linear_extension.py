@@ -43,19 +43,13 @@ def test_starts_take_few_bytes_until_they_are_large():
 
 
 @given(feasible_schedules())
-def test_every_action_stands_behind_what_it_needs(schedule):
-    place = np.empty(schedule.num_actions, np.int64)
-    place[linear_extension(starts_of(schedule))] = np.arange(schedule.num_actions)
+def test_every_action_stands_behind_what_it_needs_and_in_the_order_of_its_rank(schedule):
+    order, place = linear_extension(starts_of(schedule)), np.empty(schedule.num_actions, np.int64)
+    place[order] = np.arange(schedule.num_actions)
 
     before = predecessors(schedule)
     needed = before != NONE
     assert (np.where(needed, place[before], -1) < place[:, None]).all()
-
-
-@given(feasible_schedules())
-def test_every_rank_keeps_its_own_order(schedule):
-    order = linear_extension(starts_of(schedule))
     rank = np.searchsorted(schedule.offsets, order, side="right")
-
     for own in range(1, schedule.num_ranks + 1):
         assert (np.diff(order[rank == own]) > 0).all()

@@ -24,6 +24,7 @@ from penstock.lowering import lower
 from penstock.placement import Placement
 from penstock.schedules import build
 from tests.proofs.tables import schedule_of
+from tests.simulation.drawing import sharded
 from tests.support.strategies import feasible_schedules
 
 
@@ -169,11 +170,6 @@ def _end(table, sizes, row, there):
         del there[_kept(table, stage, place), stage, place]
 
 
-def offloaded(line):
-    """The program of one rank, with copies."""
-    return Program.from_csv(",".join(line.split()), name="offloaded")
-
-
 def uneven_sizes(table, seed):
     chance = np.random.default_rng(seed)
     names = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
@@ -216,15 +212,6 @@ def test_sharded_programs_hold_what_a_walk_row_by_row_finds(schedule, seed, resi
     assert_as_row_by_row(program, seed)
 
 
-def test_what_is_offloaded_is_on_the_device_until_then_and_from_its_reload_on():
-    program = offloaded("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0B2 0B0 0B1")
-    sizes = StageBytes.of(1, activation=10, weight_context=3)
-
-    assert live_bytes(program, sizes).tolist() == [10, 10, 10, 20, 30, 30, 20, 10]
-    assert left_bytes(program, sizes).tolist() == [10, 0, 10, 20, 30, 20, 10, 0]
-    assert (peak_bytes(program, sizes), peak_host_bytes(program, sizes)) == ([30], [10])
-
-
 def test_the_host_holds_what_is_offloaded_from_the_start_of_its_offload_to_the_end_of_its_reload():
     program = lower(build("gpipe", ranks=2, microbatches=4), offload=[0])
     sizes = StageBytes.of(2, activation=[100, 7])
@@ -235,30 +222,18 @@ def test_the_host_holds_what_is_offloaded_from_the_start_of_its_offload_to_the_e
     assert peak_activations(program) == [2, 4]
 
 
-def test_where_a_forward_runs_again_only_its_inputs_are_moved():
-    program = offloaded("0F0 0OFFLOAD0 0F1 0RELOAD0 0R0 0B0 0B1")
-    sizes = StageBytes.of(1, activation=50, checkpoint=10)
-
-    assert live_bytes(program, sizes).tolist() == [10, 10, 50, 60, 100, 100, 50]
-    assert peak_host_bytes(program, sizes) == [10]
-
-
 def test_bytes_on_the_host_follow_those_of_their_microbatch():
-    program = offloaded("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0B0 0RELOAD1 0B1 0B2")
+    program = sharded("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0B0 0RELOAD1 0B1 0B2")
     sizes = replace(StageBytes.of(1, activation=10), microbatch_factor=np.array([0.5, 3.0, 1.0]))
 
     assert peak_host_bytes(program, sizes) == [35]
 
 
-def test_static_bytes_are_those_of_all_stages_of_a_rank():
+def test_static_bytes_are_those_of_all_stages_of_a_rank_and_of_two_copies_in_the_middle_once():
     sizes = StageBytes.of(4, static=[1, 2, 4, 8])
 
     assert sizes.static_of_ranks(Placement.loop(2, 4)).tolist() == [5, 10]
-
-
-def test_the_two_copies_of_the_stage_in_the_middle_are_one_module():
     sizes = StageBytes.of(6, static=[1, 2, 4, 1, 2, 4])  # of 3 ranks, the one in the middle has stage 1 and its copy
-
     assert sizes.static_of_ranks(Placement.bidirectional(3)).tolist() == [5, 2, 5]
 
 

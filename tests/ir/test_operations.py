@@ -1,7 +1,5 @@
 """The table of operations: one row each, and what follows from the rows."""
 
-from collections import Counter
-
 import pytest
 
 from penstock.ir.operations import (
@@ -11,13 +9,11 @@ from penstock.ir.operations import (
     IS_COPY,
     MAKES_KEPT,
     NAMES_SLOT,
-    OF_STAGE,
     OP_OF_TEXT,
     OPERATIONS,
     Kind,
     Lane,
     Op,
-    Size,
 )
 
 
@@ -42,42 +38,6 @@ def test_an_operation_has_one_lane():
     assert all(
         bool(operation.message) == (operation.lane in (Lane.SEND, Lane.RECEIVE)) for operation in OPERATIONS.values()
     )
-
-
-@pytest.mark.feature("B14")
-def test_whatever_is_read_is_made_and_whatever_is_freed_was_read():
-    made = {value for operation in OPERATIONS.values() for value in operation.makes}
-
-    for operation in OPERATIONS.values():
-        read = {each.value for each in operation.reads}
-        assert read <= made
-        assert set(operation.frees) <= read
-
-
-def test_every_value_of_a_microbatch_is_freed_by_whoever_reads_it():
-    readers = [(op, read.value) for op, row in OPERATIONS.items() for read in row.reads if row.lane is not Lane.RECEIVE]
-
-    assert [(op, value) for op, value in readers if value not in OPERATIONS[op].frees and value not in OF_STAGE] == []
-
-
-def test_the_bytes_of_all_rows_of_a_microbatch_add_up_to_nothing():
-    """Of a stage in the middle of a route, whole or split, with a recomputation or without."""
-    messages = [Op.RECEIVE_FORWARD, Op.SEND_FORWARD, Op.RECEIVE_BACKWARD, Op.SEND_BACKWARD]
-    for rows in (
-        [Op.FORWARD, Op.BACKWARD],
-        [Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT],
-        [Op.FORWARD, Op.OFFLOAD, Op.RELOAD, Op.BACKWARD],
-    ):
-        left = Counter()
-        for op in (*messages, *rows):
-            left.update(OPERATIONS[op].at_start)
-            left.update(OPERATIONS[op].at_end)
-        assert not any(left.values())
-    on_host = Counter(OPERATIONS[Op.OFFLOAD].on_host_at_start)
-    on_host.update(OPERATIONS[Op.RELOAD].on_host_at_end)
-    assert on_host == {Size.ACTIVATION: 0}
-    again = OPERATIONS[Op.RECOMPUTE].at_start
-    assert again == {Size.ACTIVATION: 1, Size.CHECKPOINT: -1}, "its forward keeps CHECKPOINT, not ACTIVATION"
 
 
 def test_a_place_is_kept_from_the_forward_to_the_last_part_of_the_backward():

@@ -26,14 +26,6 @@ def new_rows(key, rank, op, stage):
     return NewRows(np.array(key), *columns, zeros, zeros, np.array(stage))
 
 
-def test_a_program_begins_as_the_computations_of_its_schedule():
-    program = Program.from_schedule(SCHEDULE, tied_groups=((0, 1),))
-
-    assert texts(program) == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
-    assert program.is_compute.all()
-    assert program.tied_groups == ((0, 1),)
-
-
 @pytest.mark.feature("B14")
 def test_rows_are_values():
     program = Program.from_schedule(SCHEDULE)
@@ -77,21 +69,6 @@ def test_few_rows_are_inserted_as_many_are(number):
     expected = {name: np.insert(getattr(program, name), rows, 0) for name in ("microbatch", "stage", "slot")}
     assert all((getattr(grown, name) == column).all() for name, column in expected.items())
     assert (grown.op == np.insert(program.op, rows, Op.UNSHARD)).all()
-
-
-def test_rows_are_inserted_before_and_after_others_and_stay_on_their_rank():
-    program = Program.from_schedule(SCHEDULE)
-    before, after = NewRows.before(np.array([4])), NewRows.after(np.array([3, 0]))
-
-    grown = program.inserted(
-        new_rows([*before, *after], [1, 0, 0], [Op.UNSHARD, Op.REDUCE_GRADIENT, Op.SEND_FORWARD], [1, 0, 0])
-    )
-
-    assert texts(grown) == [
-        ["0F0", "0SEND_F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD"],
-        ["1UNSHARD", "1F0", "1F1", "1B0", "1B1"],
-    ]
-    assert grown.is_compute.sum() == 8
 
 
 def test_a_reordered_program_says_anew_which_rows_compute():

@@ -6,7 +6,6 @@ from hypothesis import given
 
 import penstock as ps
 from penstock.errors import ConfigError
-from penstock.ir.action import Action, Kind, OverlappedPair
 from penstock.ir.operations import Op
 from penstock.ir.recompute import with_recompute
 from penstock.lowering import lower
@@ -35,13 +34,6 @@ def test_of_a_split_backward_the_first_part_needs_it():
         rank 1: 1F0 1R0 1I0 1F1 1R1 1I1 1W0 1W1
         """,
     )
-
-
-def test_it_runs_before_a_pair_whose_backward_needs_it():
-    entries = with_recompute(build("dualpipe", ranks=2, microbatches=4), stages=[0])[0]
-
-    index = next(index for index, entry in enumerate(entries) if isinstance(entry, OverlappedPair))
-    assert entries[index - 1] == Action(Kind.RECOMPUTE, 0, entries[index].second.microbatch)
 
 
 @given(feasible_schedules())

@@ -21,24 +21,21 @@ SCHEDULE = Schedule.from_actions("drawn", Placement.line(2), ORDERS, num_microba
 
 
 @pytest.mark.feature("B18")
-def test_a_rank_lists_its_actions_as_values():
+def test_a_rank_lists_its_actions_as_values_and_counts_its_rows():
     assert SCHEDULE[0] == ORDERS[0]
     assert SCHEDULE[-1] == ORDERS[1]
     assert list(SCHEDULE) == ORDERS
     assert isinstance(SCHEDULE[0][1], OverlappedPair)
+    assert (SCHEDULE.num_ranks, SCHEDULE.num_stages, SCHEDULE.num_actions, len(SCHEDULE)) == (2, 2, 8, 2)
+    assert SCHEDULE.rank_of_row[[0, 3, 4, 7]].tolist() == [0, 0, 1, 1]
+    assert SCHEDULE.action(1) == Action(Kind.FORWARD, 0, 1)
+    assert "ranks=2, stages=2, microbatches=2, actions=8" in repr(SCHEDULE)
 
 
 @pytest.mark.parametrize("rank", [2, -3])
 def test_a_rank_that_does_not_exist_is_an_index_error(rank):
     with pytest.raises(IndexError, match=f"rank {rank} of a schedule for 2 ranks"):
         SCHEDULE[rank]
-
-
-def test_counts_and_rows():
-    assert (SCHEDULE.num_ranks, SCHEDULE.num_stages, SCHEDULE.num_actions, len(SCHEDULE)) == (2, 2, 8, 2)
-    assert SCHEDULE.rank_of_row[[0, 3, 4, 7]].tolist() == [0, 0, 1, 1]
-    assert SCHEDULE.action(1) == Action(Kind.FORWARD, 0, 1)
-    assert "ranks=2, stages=2, microbatches=2, actions=8" in repr(SCHEDULE)
 
 
 @given(feasible_schedules())

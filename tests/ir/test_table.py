@@ -8,7 +8,7 @@ from hypothesis import given
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Kind, OverlappedPair
-from penstock.ir.operations import IS_SEND, Op
+from penstock.ir.operations import Op
 from penstock.ir.table import short_type
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -34,15 +34,6 @@ def test_a_split_stage_has_an_input_gradient_of_its_own(schedule):
 
 
 @given(schedule=feasible_schedules())
-def test_the_last_backwards_are_those_after_which_a_stage_has_none(schedule):
-    found = schedule.last_backwards()
-
-    for stage in range(schedule.num_stages):
-        rows = np.flatnonzero(schedule.is_backward & (schedule.stage == stage))
-        assert found[stage] == (rows[-1] if len(rows) else -1)
-
-
-@given(schedule=feasible_schedules())
 def test_the_computations_of_a_program_are_its_schedule(schedule):
     program = lower(schedule)
 
@@ -65,14 +56,6 @@ def test_a_selection_keeps_order_ranks_and_whole_pairs():
     assert [action for rank in found for action in rank] == [schedule.action(row) for row in forwards]
 
 
-def test_rows_and_operations_are_found_by_what_they_are():
-    assert {str(PROGRAM.instruction(row)) for row in PROGRAM.rows_of(IS_SEND)} == {
-        "0SEND_F0", "0SEND_F1", "1SEND_B0", "1SEND_B1",
-    }  # fmt: skip
-    assert PROGRAM.actions().ops == [Op.FORWARD, Op.BACKWARD]
-    assert not len(PROGRAM.actions().rows_of(IS_SEND))
-
-
 def test_the_digest_tells_tables_apart_but_not_their_names_and_integer_types():
     schedule = build("1f1b", ranks=2, microbatches=3)
     other = build("gpipe", ranks=2, microbatches=3)
@@ -80,17 +63,6 @@ def test_the_digest_tells_tables_apart_but_not_their_names_and_integer_types():
     assert replace(schedule, name="other", stage=schedule.stage.astype(np.int64)).digest() == schedule.digest()
     tables = (schedule, other, lower(schedule), lower(schedule, tied_groups=[(0, 1)]), schedule.forward_only())
     assert len({table.digest() for table in tables}) == len(tables)
-
-
-def test_making_a_table_does_not_lock_the_arrays_it_is_made_of():
-    stage = np.zeros(2, np.int32)
-    schedule = build("gpipe", ranks=1, microbatches=1)
-
-    table = replace(schedule, stage=stage)
-
-    stage[0] = 0
-    with pytest.raises(ValueError, match="read-only"):
-        table.stage[0] = 0
 
 
 @pytest.mark.parametrize(

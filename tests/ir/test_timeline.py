@@ -15,20 +15,13 @@ from penstock.simulation import Costs, simulate
 from tests.proofs.tables import schedule_of
 
 TWO_RANKS = Program.from_schedule(schedule_of("0F0 0B0\n1F0 1B0"))
+NOTED = [(0, 1), (7, 9), (2, 3), (3, 5)]
 
 
 def timeline_of(program, spans, activation_bytes=0):
     start, end = np.array(spans, np.float64).T.copy()
     sizes = StageBytes.of(program.num_stages, activation=activation_bytes) if activation_bytes else None
     return Timeline(program, "measured", start, end, sizes)
-
-
-def test_makespan_and_span_are_read_off_the_first_starts_and_last_ends():
-    timeline = timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)])
-
-    assert timeline.makespan_s == 9
-    assert timeline.span_s == 9
-    assert timeline.work_s.tolist() == [3, 3]
 
 
 def test_a_rank_without_computations_does_not_stretch_the_makespan():
@@ -40,9 +33,10 @@ def test_a_rank_without_computations_does_not_stretch_the_makespan():
     assert (timeline.makespan_s, timeline.span_s) == (8, 8)
 
 
-def test_both_bubble_conventions_follow_their_definitions():
+def test_makespan_span_work_and_both_bubble_conventions_follow_their_definitions():
     timeline = timeline_of(TWO_RANKS, [(1, 2), (7, 9), (2, 3), (3, 5)])
 
+    assert (timeline.makespan_s, timeline.span_s, timeline.work_s.tolist()) == (8, 8, [3, 3])
     assert timeline.bubble_fraction == pytest.approx(1 - 6 / (2 * 8))
     assert timeline.bubble_rate == pytest.approx(1 - 3 / 8)
 
@@ -75,7 +69,7 @@ def test_peaks_of_what_is_offloaded_are_those_of_the_host():
     assert timeline.peak_bytes == [200, 50]
     assert timeline.peak_host_bytes == [400, 0]
     assert simulate(program, Costs.uniform()).peak_host_bytes == [0, 0]
-    assert timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)]).peak_host_bytes == [0, 0]
+    assert timeline_of(TWO_RANKS, NOTED).peak_host_bytes == [0, 0]
 
 
 def test_a_step_lasts_from_the_first_to_the_last_of_all_instructions():
@@ -84,16 +78,6 @@ def test_a_step_lasts_from_the_first_to_the_last_of_all_instructions():
 
     assert timeline.makespan_s == 3
     assert timeline.step_s == 6.5
-
-
-def test_what_is_always_in_memory_is_apart_from_the_peak():
-    costs = Costs.uniform(activation_bytes=(10,), parameter_bytes=(3, 4), gradient_bytes=(1,), optimizer_bytes=(20, 30))
-
-    timeline = simulate(lower(build("1f1b", ranks=2, microbatches=2)), costs)
-
-    assert timeline.static_bytes == (24, 35)
-    assert timeline.peak_bytes == [20, 10]
-    assert timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)]).static_bytes == ()
 
 
 @pytest.mark.feature("H11")
@@ -130,7 +114,7 @@ def test_times_cannot_be_changed_and_the_callers_arrays_stay_its_own():
 
 def test_a_saved_timeline_is_loaded_and_a_later_one_replaces_it(tmp_path):
     path = tmp_path / "step.json"
-    timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)]).save(path)
+    timeline_of(TWO_RANKS, NOTED).save(path)
     later = timeline_of(TWO_RANKS, [(0, 1), (8, 9), (2, 3), (3, 5)])
     later.save(str(path))
 
@@ -139,7 +123,7 @@ def test_a_saved_timeline_is_loaded_and_a_later_one_replaces_it(tmp_path):
 
 
 def test_a_timeline_is_saved_as_json_only(tmp_path):
-    timeline = timeline_of(TWO_RANKS, [(0, 1), (7, 9), (2, 3), (3, 5)])
+    timeline = timeline_of(TWO_RANKS, NOTED)
 
     with pytest.raises(ConfigError, match=r"step\.csv does not end in \.json"):
         timeline.save(tmp_path / "step.csv")

@@ -17,15 +17,6 @@ def walked(schedule, durations=(1.0, 2.0, 1.0, 1.0), **options):
     return walk(schedule.offsets, predecessors(schedule), schedule.joined, duration, **options)
 
 
-def test_a_row_starts_when_its_rank_is_free_and_its_inputs_are_there():
-    result = walked(schedule_of("0F0 0B0\n1F0 1B0"))
-
-    assert result.start.tolist() == [0, 4, 1, 2]
-    assert result.end.tolist() == [1, 6, 2, 4]
-    assert result.is_complete
-    assert result.reached.tolist() == [2, 4]
-
-
 @given(feasible_schedules())
 def test_whole_durations_make_whole_times(schedule):
     times, whole = walked(schedule), walked(schedule, durations=(1, 2, 1, 1))

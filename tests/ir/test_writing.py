@@ -5,7 +5,6 @@ from hypothesis import given
 
 from penstock.errors import ConfigError
 from penstock.ir.formats import FORMAT_OF_SUFFIX, READABLE, WITH_COMMUNICATION, WRITABLE
-from penstock.ir.grid import to_grid
 from penstock.ir.reading import read_table
 from penstock.ir.writing import WRITERS, write_table
 from penstock.lowering import lower
@@ -36,10 +35,6 @@ def test_a_text_ends_with_one_newline(name):
 
     assert write_table(schedule, name).endswith("\n")
     assert not write_table(schedule, name).endswith("\n\n")
-
-
-def test_a_program_is_drawn_with_its_communication():
-    assert write_table(lower(SCHEDULE), "grid") == to_grid(lower(SCHEDULE)) + "\n"
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "deepspeed-old"])

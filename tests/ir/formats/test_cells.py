@@ -1,13 +1,9 @@
 """Cells: what every text of a schedule shares."""
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.errors import FormatError
 from penstock.ir.formats.cells import MAX_CELLS, cannot_express, infer_layout, parse_cells
-from penstock.ir.instruction import Op
 from penstock.placement import Placement
 
 
@@ -17,22 +13,6 @@ def fail(problem, rank, cell, offset):
 
 def layout_of(*ranks):
     return infer_layout(parse_cells([rank.split() for rank in ranks], fail), fail)
-
-
-def test_cells_become_columns():
-    cells = parse_cells([["0F1.2", "(0F3;0B4)OVERLAP_F_B"], ["1RECV_F0", "1REDUCE_TIED7", "1STEP"]], fail)
-
-    assert cells.op.tolist() == [
-        Op.FORWARD, Op.FORWARD, Op.BACKWARD, Op.RECEIVE_FORWARD, Op.REDUCE_TIED, Op.OPTIMIZER_STEP,
-    ]  # fmt: skip
-    assert cells.stage.tolist() == [0, 0, 0, 1, 1, 1]
-    assert cells.number.tolist() == [1, 3, 4, 0, 7, 0]
-    assert cells.slice.tolist() == [2, 0, 0, 0, 0, 0]
-    assert cells.joined.tolist() == [False, True, False, False, False, False]
-    assert cells.offsets.tolist() == [0, 3, 6]
-    with pytest.raises(FormatError) as caught:
-        cells.actions(fail, "not an action")
-    assert str(caught.value) == str(fail("not an action", 1, 0, 0))
 
 
 def test_a_row_knows_its_cell_behind_pairs():
@@ -72,15 +52,6 @@ def test_what_does_not_fit_whole_is_refused_with_its_character(cell, offset, tol
     assert (caught.value.line, caught.value.column) == (2, 100 + offset)
 
 
-@given(st.text("0123456789FBIWSENDRCV_.;()OLAP", max_size=30))
-def test_a_cell_is_read_back_exactly_or_refused(cell):
-    try:
-        cells = parse_cells([[cell]], fail)
-    except FormatError:
-        return
-    assert len(cells.op) == 1 + cells.joined.sum()
-
-
 def test_more_cells_than_the_cap_are_refused():
     class Endless(list):
         def __len__(self):
@@ -108,19 +79,6 @@ def test_the_placement_is_read_off_the_stages(ranks, placement):
 
     assert found == placement
     assert found.style == placement.style
-
-
-def test_the_route_of_a_microbatch_is_the_half_that_names_it():
-    layout = layout_of("0F0 3F1 0F2", "1F0 2F1 1F2")
-
-    assert layout["route_of_microbatch"].tolist() == [0, 1, 0]
-
-
-def test_microbatches_and_slices_are_counted_up_to_the_largest():
-    layout = layout_of("0F0 0F2.3 0REDUCE_TIED0", "1F1")
-
-    assert (layout["num_microbatches"], layout["num_slices"]) == (3, 4)
-    assert np.array_equal(layout["route_of_microbatch"], [0, 0, 0])
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,7 @@ def test_what_is_no_table_is_refused_with_its_place(right, wrong, place, told):
         (looped("0F0 1F0 1R0 1B0 0B0"), "runs forwards again"),
         (looped("0F0 1F0 1F0.1", slices=2), "cut into 2 slices"),
         (looped("0F0 0F1 (1F0;1F1)OVERLAP_F_B"), "overlaps actions"),
-        (
-            looped(ORDERS[0].replace("0F2 2B0", "2B0 0F2"), ORDERS[1]),
-            r"6 is 2F2 \(its last group has 1 microbatch for 2 ranks; .*\); expected 2B1",
-        ),
+        (looped(ORDERS[0].replace("0F2 2B0", "2B0 0F2"), ORDERS[1]), r"6 is 2F2 \(its last group .*\); expected 2B1"),
         (looped(ORDERS[0], ORDERS[1].replace(" 1B2", "")), "rank 1 has 11 actions; expected 12"),
         (looped("1B0 0F0 0B0 1F0"), "position 0 is 1B0; expected 0F0"),
     ],

@@ -63,16 +63,11 @@ def test_rows_of_torch_are_read_with_their_stages(key):
 
 
 @pytest.mark.parametrize("key", LOWERED)
-def test_programs_of_torch_are_read_and_written_as_they_are(key):
+def test_programs_of_torch_are_read_and_written_as_they_are_and_are_whole(key):
     text = "\r\n".join(LOWERED[key]) + "\r\n"
 
     assert table_to_csv(Program.from_csv(text)) == text
-
-
-@pytest.mark.parametrize("key", LOWERED)
-def test_programs_of_torch_are_whole(key):
     program = assign_slots(Program.from_csv("\n".join(LOWERED[key])))
-
     assert not check(program).omits_reductions
 
 
@@ -88,10 +83,6 @@ def test_programs_of_torch_are_whole(key):
 )
 def test_a_training_program_without_reductions_is_read_as_one_that_omits_them(text, omits):
     assert Program.from_csv(text).omits_reductions == omits
-
-
-def test_lines_end_as_torch_ends_them():
-    assert table_to_csv(build("1f1b", ranks=2, microbatches=1)) == "0F0,0B0\r\n1F0,1B0\r\n"
 
 
 def test_what_torch_does_not_have_can_be_left_out():
@@ -113,21 +104,6 @@ def test_what_torch_does_not_have_can_be_left_out():
 )
 def test_line_ends_blanks_quotes_and_a_byte_order_mark_do_not_matter(text):
     assert table_to_csv(Schedule.from_csv(text)) == "0F0,0B0\r\n1F0,1B0\r\n"
-
-
-def test_messages_know_the_stage_at_their_other_end():
-    text = "0F0,0SEND_F0,3RECV_F0,3F0\n1RECV_F0,1F0,2F0,2SEND_F0\n"
-
-    program = Program.from_csv(text)
-
-    ends = {str(instruction): instruction.peer for order in program for instruction in order}
-    assert {name: ends[name] for name in ("0SEND_F0", "1RECV_F0", "2SEND_F0", "3RECV_F0")} == {
-        "0SEND_F0": 1, "1RECV_F0": 0, "2SEND_F0": 3, "3RECV_F0": 2,
-    }  # fmt: skip
-
-
-def test_the_name_is_the_one_given():
-    assert Schedule.from_csv("0F0", name="mine").name == "mine"
 
 
 @pytest.mark.feature("B19")
