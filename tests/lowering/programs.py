@@ -3,12 +3,11 @@
 A line per rank: `0SEND_F1`, with slots `0SEND_F1:0`, an overlapped pair as `(0F1;0B0)`.
 """
 
-from dataclasses import replace
 from itertools import pairwise
 
 from penstock.ir.instruction import Op
 from penstock.ir.program import Program
-from tests.proofs.tables import schedule_of, with_orders
+from tests.proofs.tables import schedule_of
 
 DEFAULT_ORDER = ("posted", "rendezvous", "pair_fifo")
 """The transports that share one lowering."""
@@ -41,12 +40,6 @@ def pairs(text):
 def program_of(text, *, tied_groups=(), **sizes):
     """Read a drawing of actions as a program of computations alone."""
     return Program.from_schedule(schedule_of(pairs(text), **sizes), tied_groups=tuple(tied_groups))
-
-
-def rearranged(program, text):
-    """Put each rank's instructions in the order of a drawing without pairs; all slots become 0."""
-    rows = {str(row): replace(row, slot=0) for rank in range(len(program)) for row in program[rank]}
-    return with_orders(program, [[rows[word] for word in line.split()] for line in lines(text)])
 
 
 def groups(program, rank):

@@ -16,7 +16,6 @@ from penstock.ir.recompute import with_recompute
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.ir.writing import write_table
 from penstock.lowering import add_offloads, assign_slots, lower
-from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from tests.lowering.programs import DEFAULT_ORDER, drawn, groups, lines, program_of
@@ -47,13 +46,6 @@ def test_an_offload_is_behind_its_forward_and_a_reload_one_computation_ahead_of_
     )
 
 
-def test_a_microbatch_whose_backward_follows_soon_stays():
-    assert_becomes("0F0 0B0 0F1 0F2 0B1 0B2", "0F0 0B0 0F1 0F2 0B1 0B2")
-    assert_becomes(
-        "0F0 0F1 0F2 0B0 0B1 0B2", "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0B0 0RELOAD2 0B1 0B2"
-    )
-
-
 def test_a_reload_may_be_further_ahead_or_right_before():
     before = "0F0 0F1 0F2 0F3 0B0 0B3 0B2 0B1"
 
@@ -64,24 +56,6 @@ def test_a_reload_may_be_further_ahead_or_right_before():
         before,
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0OFFLOAD3 0RELOAD0 0B0 0RELOAD3 0B3 0RELOAD2 0B2 0RELOAD1 0B1",
         ahead=0,
-    )
-
-
-def test_nothing_is_put_into_a_pair_which_counts_once():
-    assert_becomes(
-        "0F0 1F0 0F1 (1F1;1B0) 0B0 1B1 0B1",
-        "0F0 0OFFLOAD0 1F0 0F1 0OFFLOAD1 0RELOAD0 (1F1;1B0) 0B0 0RELOAD1 1B1 0B1",
-        placement=Placement.loop(1, 2),
-    )
-    assert_becomes(
-        "0F0 1F0 (0F1;1B0) 1F1 0B0 1B1 0B1",
-        "0F0 0OFFLOAD0 1F0 (0F1;1B0) 0OFFLOAD1 0RELOAD0 1F1 0B0 0RELOAD1 1B1 0B1",
-        placement=Placement.loop(1, 2),
-    )
-    assert_becomes(
-        "0F0 1F0 1B0 0F1 (0B0;1F1) 1B1 0B1",
-        "0F0 0OFFLOAD0 1F0 1B0 0RELOAD0 0F1 0OFFLOAD1 (0B0;1F1) 0RELOAD1 1B1 0B1",
-        placement=Placement.loop(1, 2),
     )
 
 
@@ -150,19 +124,6 @@ def assert_rules(units, stages):
                 assert before[0].op in (Op.FORWARD, Op.OFFLOAD) or len(before) == 2
             if row.op is Op.RELOAD:
                 assert number == reader[key] - 2
-
-
-def test_copies_have_the_slot_of_what_they_move():
-    program = lower(build("1f1b", ranks=2, microbatches=5), offload=[0, 1])
-    slots = {}
-
-    for row in range(program.num_rows):
-        instruction = program.instruction(row)
-        if instruction.op in (Op.FORWARD, Op.BACKWARD, *COPIES):
-            slots.setdefault((instruction.stage, instruction.microbatch), set()).add(instruction.slot)
-
-    assert all(len(found) == 1 for found in slots.values())
-    assert len({slot for found in slots.values() for slot in found}) > 1
 
 
 @pytest.mark.parametrize("format", WITH_COMMUNICATION)

@@ -14,7 +14,6 @@ from tests.lowering.programs import (
     consumer,
     drawn,
     groups,
-    lines,
     made,
     message,
     program_of,
@@ -23,10 +22,6 @@ from tests.support.strategies import feasible_schedules
 
 ACTIVATION, RECEIVE, SEND = "activation", "receive", "send"
 FREES_ACTIVATION = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-
-
-def with_slots(text, **sizes):
-    return drawn(assign_slots(add_messages(program_of(text, **sizes))), slots=True)
 
 
 class Replay:
@@ -72,19 +67,6 @@ class Replay:
             del self.alive[SEND][row.slot]
         elif row.op.is_compute and row.op is not Op.BACKWARD_WEIGHT and made(row) in self.received:
             assert self.alive[RECEIVE].pop(self.received[made(row)]) == made(row)
-
-
-def test_a_slot_is_used_again_once_it_is_free():
-    assert with_slots("0F0 0F1 0B0 0F2 0B1 0B2") == ["0F0:0 0F1:1 0B0:0 0F2:0 0B1:1 0B2:0"]
-
-
-def test_activations_receives_and_sends_are_counted_apart():
-    assert with_slots("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1") == lines(
-        """
-        0F0:0 0SEND_F0:0 0F1:1 0SEND_F1:0 0RECV_B0:0 0B0:0 0RECV_B1:0 0B1:1
-        1RECV_F0:0 1RECV_F1:1 1F0:0 1B0:0 1SEND_B0:0 1F1:0 1B1:0 1SEND_B1:0
-        """
-    )
 
 
 def test_a_program_that_frees_what_it_never_took_is_left_to_the_check():

@@ -51,10 +51,6 @@ def test_all_passes_make_the_whole_program():
     )
 
 
-def test_the_optimizer_step_is_added_on_request_alone():
-    assert "STEP" not in " ".join(drawn(lowered(WHOLE)))
-
-
 def test_forwards_alone_have_neither_reductions_nor_a_step():
     program = lowered("0F0 0F1\n1F0 1F1", tied_groups=[(0, 1)], optimizer_step=True)
 
@@ -76,17 +72,13 @@ def test_a_tied_group_with_a_stage_that_does_not_exist_is_refused(group):
     assert str(caught.value).startswith(f"tied group {tuple(sorted(group))}: the stages are 0..1; name stages")
 
 
-def test_two_tied_stages_of_one_rank_are_refused():
+def test_two_tied_stages_of_one_rank_are_refused_wherever_the_program_comes_from():
     """They share one parameter there, whose gradient would be reduced once for each of them."""
     told = r"tied group \(0, 1, 2\): stages 0 and 2 are on rank 0, where they share the parameter; name one stage"
 
     with pytest.raises(ScheduleError, match=told):
         lowered("0F0 2F0 2B0 0B0\n1F0 1B0", placement=Placement.explicit([0, 1, 0]), tied_groups=[(0, 1, 2)])
-
-
-def test_a_program_with_two_tied_stages_of_one_rank_is_refused_wherever_it_comes_from():
     program = lowered("0F0 2F0 2B0 0B0\n1F0 1B0", placement=Placement.explicit([0, 1, 0]), tied_groups=[(0, 1)])
-
     with pytest.raises(ScheduleError, match="stages 0 and 2 are on rank 0"):
         replace(program, tied_groups=((0, 2),))
     with pytest.raises(ScheduleError, match="stages 0 and 2 are on rank 0"):
@@ -173,14 +165,6 @@ def test_for_groups_of_messages_both_ends_stand_where_the_maker_ends():
         1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD
         """
     )
-
-
-def test_messages_of_an_overlapped_pair_leave_when_both_have_run():
-    program = lowered(
-        "0F0 0F1 (0F2;0I0) 0W0 0I1 0W1 0I2 0W2\n1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2", transport="coalesced"
-    )
-
-    assert drawn(program)[1].startswith("1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1W0 1F1 1RECV_F2 1I1 1SEND_B1")
 
 
 def test_the_default_order_is_that_of_posted():

@@ -11,55 +11,16 @@ from penstock.errors import ConfigError
 from penstock.ir import hot
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
 from penstock.lowering import lower, place_gathers
 from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from tests.lowering.programs import computations, drawn, groups, lines, program_of
-from tests.support.actions import parse_action
 from tests.support.strategies import feasible_schedules, schedules
-
-LOOP = Placement.loop(1, 3)
 
 
 def assert_becomes(before, after, *, residency, look_ahead=0, **sizes):
     assert drawn(place_gathers(program_of(before, **sizes), residency, look_ahead)) == lines(after)
-
-
-def test_one_stage_at_a_time_is_gathered_right_before_its_use_and_dropped_right_after_it():
-    assert_becomes(
-        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
-        "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 0UNSHARD 0B0 0B1 0RESHARD",
-        residency=1,
-        placement=Placement.loop(1, 2),
-    )
-
-
-@pytest.mark.feature("H4")
-def test_a_gather_starts_as_early_as_the_look_ahead_and_the_room_allow():
-    before = "0F0 0F1 0F2 1F0 1F1 1F2 2F0 2F1 2F2"
-    whole = {"residency": 2, "placement": LOOP}
-
-    assert_becomes(
-        before,
-        "0UNSHARD 0F0 0F1 1UNSHARD 0F2 0RESHARD 1F0 1F1 2UNSHARD 1F2 1RESHARD 2F0 2F1 2F2 2RESHARD",
-        look_ahead=1,
-        **whole,
-    )
-    assert_becomes(
-        before,
-        "0UNSHARD 1UNSHARD 0F0 0F1 0F2 0RESHARD 2UNSHARD 1F0 1F1 1F2 1RESHARD 2F0 2F1 2F2 2RESHARD",
-        look_ahead=100,
-        **whole,
-    )
-    assert_becomes(
-        before,
-        "0UNSHARD 0F0 0F1 0F2 0RESHARD 1UNSHARD 1F0 1F1 1F2 1RESHARD 2UNSHARD 2F0 2F1 2F2 2RESHARD",
-        residency=1,
-        look_ahead=100,
-        placement=LOOP,
-    )
 
 
 def test_a_pair_of_two_stages_needs_two_places_and_is_not_cut():
@@ -79,18 +40,6 @@ def test_stages_that_share_a_parameter_are_gathered_as_one_under_the_name_of_the
     assert program.units == ((0, 1),)
     assert drawn(program)[0].split()[0] == "0UNSHARD"
     assert [str(row) for row in program[0] if not row.op.is_compute] == ["0UNSHARD", "0REDUCE_GRAD", "0RESHARD"]
-
-
-def test_copies_of_a_stage_on_one_rank_are_one_unit():
-    placement = Placement.explicit([0, 0], routes=[[0], [1]])
-    order = [[parse_action(word) for word in ("0F0", "1F1", "1B1", "0B0")]]
-    routes = np.array([0, 1], np.int8)
-    schedule = Schedule.from_actions("two routes", placement, order, num_microbatches=2, route_of_microbatch=routes)
-
-    program = lower(schedule, shard="full", residency=1)
-
-    assert drawn(program) == ["0UNSHARD 0F0 1F1 1B1 0B0 0REDUCE_GRAD 0RESHARD"]
-    check(program, residency=1)
 
 
 def test_a_gather_is_behind_the_receives_that_are_posted_and_a_reshard_behind_the_sends():
