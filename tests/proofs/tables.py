@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Kind
+from penstock.ir.action import Action
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
@@ -16,7 +16,7 @@ from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import build
 from tests.support.actions import parse_action
-from tests.support.strategies import needs
+from tests.support.strategies import feasible_schedules, needs
 
 SHAPES = [
     ("sequential", 1, 2, {}),
@@ -40,17 +40,6 @@ def schedule_of(text, *, placement=None, microbatches=None, slices=1):
     count = max(action.microbatch for action in singles) + 1 if microbatches is None else microbatches
     where = Placement.line(len(orders)) if placement is None else placement
     return Schedule.from_actions("drawn", where, orders, num_microbatches=count, num_slices=slices)
-
-
-def split_backwards(schedule):
-    """Replace every B by I, and add all W at the end of the rank."""
-    orders = []
-    for rank in range(schedule.num_ranks):
-        order = schedule[rank]
-        weights = [replace(action, kind=Kind.BACKWARD_WEIGHT) for action in order if action.kind is Kind.BACKWARD]
-        inputs = {Kind.BACKWARD: Kind.BACKWARD_INPUT}
-        orders.append([replace(a, kind=inputs.get(a.kind, a.kind)) for a in order] + weights)
-    return with_orders(schedule, orders)
 
 
 def with_orders(table, orders):
@@ -147,41 +136,6 @@ def runs(schedule):
             done.add(order.pop(0))
 
 
-@st.composite
-def feasible_cases(draw):
-    """Random placements, sizes and orders that can run."""
-    chance = random.Random(draw(st.integers(0, 2**32)))
-    num_ranks = chance.randint(1, 4)
-    ranks = [*range(num_ranks), *(chance.randrange(num_ranks) for _ in range(chance.randint(0, 3)))]
-    chance.shuffle(ranks)
-    placement, slices = Placement.explicit(ranks), chance.choice([1, 1, 2])
-    split = chance.random() < 0.5
-    kinds = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if split else [Kind.FORWARD, Kind.BACKWARD]
-    count = chance.randint(1, 4)
-    waiting = [
-        Action(kind, stage, microbatch, part)
-        for kind in kinds
-        for stage in range(len(ranks))
-        for microbatch in range(count)
-        for part in range(slices)
-    ]
-    orders = [[a for a in waiting if ranks[a.stage] == rank] for rank in range(num_ranks)]
-    plain = Schedule.from_actions("random", placement, orders, num_microbatches=count, num_slices=slices)
-    return Case(with_orders(plain, _random_orders(plain, waiting, chance)), chance)
-
-
-def _random_orders(plain, waiting, chance):
-    needed = {action: needs(action, plain) for action in waiting}
-    done, orders = set(), [[] for _ in range(plain.num_ranks)]
-    left = list(waiting)
-    while left:
-        action = chance.choice([a for a in left if needed[a] <= done])
-        left.remove(action)
-        done.add(action)
-        orders[plain.placement.rank_of_stage[action.stage]].append(action)
-    return orders
-
-
 def lowered(name="1f1b", ranks=2, microbatches=3, **options):
     return lower(build(name, ranks=ranks, microbatches=microbatches), **options)
 
@@ -196,3 +150,11 @@ def rewritten(schedule, text):
     rows = {str(row): row for rank in range(len(program)) for row in program[rank]}
     orders = [[rows[word] for word in line.split()] for line in text.strip().splitlines()]
     return replace(with_orders(program, orders), omits_reductions="REDUCE" not in text)
+
+
+@st.composite
+def feasible_cases(draw):
+    """Random placements, sizes and orders that can run: of training, without pairs."""
+    schedule = draw(feasible_schedules().filter(lambda schedule: not schedule.is_forward_only))
+    apart = replace(schedule, joined=np.zeros_like(schedule.joined))
+    return Case(apart, random.Random(draw(st.integers(0, 2**32))))

@@ -21,10 +21,30 @@ from tests.proofs.tables import (
 )
 
 TIED = {"tied_groups": [(0, 1), (1, 2)], "optimizer_step": True}
+PROGRAM = lowered(ranks=3, **TIED)
+UNREDUCED = without(without(PROGRAM, "0REDUCE_TIED0"), "1REDUCE_TIED0")
+FOREIGN = edited(PROGRAM, lambda orders: orders[2].insert(-1, instruction(Op.REDUCE_TIED, 2, peer=0)))
+MISSING = {
+    "a member of a tied group": (
+        without(PROGRAM, "1REDUCE_TIED0"), 1, ["missing for stage 1", "0REDUCE_TIED0 (rank 0,", "Add it on rank 1"],
+    ),
+    "a tied group, on one rank": (UNREDUCED, 0, ["tied group 0 is missing for stage 0", "stay equal"]),
+    "a tied group, on the other": (UNREDUCED, 1, ["tied group 0 is missing for stage 1", "stay equal"]),
+    "the step": (without(PROGRAM, "1STEP"), 1, ["the optimizer step is missing", "0STEP (rank 0,", "Add it at"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "rank", "words"), MISSING.values(), ids=MISSING)
+def test_what_is_missing_is_refused_at_the_end_of_its_rank(program, rank, words):
+    assert_refused(program, (rank, len(program[rank]), ""), *words)
+
+
+def test_a_stage_outside_the_group_is_refused():
+    assert_refused(FOREIGN, "2REDUCE_TIED0", "is no member of the reduction of tied group 0", "(0, 1)")
 
 
 @pytest.mark.parametrize("text", ["0REDUCE_GRAD", "0REDUCE_TIED0"])
-def test_a_reduction_before_the_last_backward_is_refused(text):
+def test_a_reduction_before_the_last_backward_or_there_twice_is_refused(text):
     program = lowered(ranks=3, **TIED)
     position = find(program, "0B2")[1]
     broken = edited(program, lambda orders: orders[0].insert(position, orders[0].pop(find(program, text)[1])))
@@ -32,28 +52,9 @@ def test_a_reduction_before_the_last_backward_is_refused(text):
     assert_refused(
         broken, (0, position, text), f"runs before 0B2 (position {position + 1}), the last backward", "after 0B2"
     )
-
-
-@pytest.mark.parametrize("text", ["0REDUCE_GRAD", "0REDUCE_TIED0"])
-def test_a_reduction_that_is_there_twice_is_refused(text):
-    program = lowered(ranks=3, **TIED)
     position = find(program, text)[1]
     broken = edited(program, lambda orders: orders[0].insert(position, orders[0][position]))
-
     assert_refused(broken, (0, position + 1, text), "again as", f"position {position})", "Drop one")
-
-
-def test_a_missing_member_of_a_tied_group_is_refused_with_both_ranks():
-    broken = without(lowered(ranks=3, **TIED), "1REDUCE_TIED0")
-
-    assert_refused(broken, (1, len(broken[1]), ""), "missing for stage 1", "0REDUCE_TIED0 (rank 0,", "Add it on rank 1")
-
-
-def test_a_tied_group_that_nobody_reduces_is_refused_on_every_member():
-    broken = without(without(lowered(ranks=3, **TIED), "0REDUCE_TIED0"), "1REDUCE_TIED0")
-
-    for rank in (0, 1):
-        assert_refused(broken, (rank, len(broken[rank]), ""), f"tied group 0 is missing for stage {rank}", "stay equal")
 
 
 def test_stages_whose_gradient_is_never_reduced_are_told_together():
@@ -127,20 +128,6 @@ def test_what_belongs_to_training_is_refused_where_nothing_trains(op):
 
     assert not check(program).omits_reductions
     assert_refused(broken, (0, 2, str(row)), "belongs to training, but the program has no backward", "Drop it")
-
-
-def test_a_stage_outside_the_group_is_refused():
-    program = lowered(ranks=3, **TIED)
-    position = len(program[2]) - 1
-    broken = edited(program, lambda orders: orders[2].insert(position, instruction(Op.REDUCE_TIED, 2, peer=0)))
-
-    assert_refused(broken, (2, position, "2REDUCE_TIED0"), "is no member of the reduction of tied group 0", "(0, 1)")
-
-
-def test_a_rank_without_the_step_is_refused():
-    broken = without(lowered(ranks=3, **TIED), "1STEP")
-
-    assert_refused(broken, (1, len(broken[1]), ""), "the optimizer step is missing", "0STEP (rank 0,", "Add it at")
 
 
 def test_a_second_step_and_a_step_that_is_not_last_are_refused():

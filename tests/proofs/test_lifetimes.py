@@ -4,11 +4,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
 
 from penstock.errors import ScheduleError
 from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_MESSAGE, Op
-from penstock.ir.program import Program
 from penstock.ir.recompute import with_recompute
 from penstock.ir.split_backwards import with_split_backwards
 from penstock.lowering import assign_slots, lower
@@ -16,7 +14,8 @@ from penstock.proofs import check, lifetimes
 from penstock.proofs.lifetimes import check_lifetimes
 from penstock.proofs.report import Subject
 from penstock.schedules import build
-from tests.proofs.tables import assert_refused, edited, feasible_cases, find, lowered, swapped
+from tests.proofs.tables import assert_refused, edited, find, lowered, swapped
+from tests.simulation.drawing import sharded
 from tests.support.mutated_programs import cases
 
 PROGRAMS = {
@@ -38,10 +37,6 @@ def findings_of(program):
     subject = Subject(program)
     check_lifetimes(subject)
     return [f"{found.action} {found.problem}" for found in subject.violations]
-
-
-def sharded(line):
-    return Program.from_csv(",".join(line.split()), name="sharded")
 
 
 @contextmanager
@@ -84,11 +79,6 @@ def test_what_is_wrong_with_values_that_may_stay_is_told_alike_after_a_walk(line
     assert sorted_at_once != []
     with walked_first():
         assert findings_of(sharded(line)) == sorted_at_once
-
-
-@given(feasible_cases())
-def test_random_programs_are_found_right(case):
-    assert findings_of(lower(case.schedule)) == []
 
 
 def left_out(program, rank, place):
@@ -136,19 +126,6 @@ def test_both_members_of_a_pair_read_before_either_frees():
     assert findings_of(wrong)[0] == "0B2 reads the activation of stage 0, microbatch 2, which no row before it makes"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "0F0 0B0 0F1 0B1",
-        "0UNSHARD 0F0 0B0 0F1 0B1 0RESHARD",
-        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0F1 0B1",
-        "0F0 0B0 0F1 0B1 0RESHARD",
-    ],
-)
-def test_weights_may_be_gathered_again_and_stay(line):
-    check(sharded(line))
-
-
 def test_computing_without_gathered_weights_is_refused():
     freed = sharded("0UNSHARD 0F0 0RESHARD 0B0")
     late = sharded("0F0 0UNSHARD 0B0")
@@ -185,10 +162,7 @@ def test_a_unit_is_whole_for_all_its_stages_from_one_gather_to_one_reshard():
         ("0F0 0F1 0B0 0OFFLOAD0 0B1", "0OFFLOAD0 reads the activation of stage 0, microbatch 0, which 0B0"),
         ("0F0 0F1 0OFFLOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1", "0OFFLOAD0 reads the activation .* which 0OFFLOAD0"),
         ("0F0 0F1 0OFFLOAD0 0RELOAD0 0RELOAD0 0B0 0B1", "0RELOAD0 reads the offloaded .* which 0RELOAD0"),
-        (
-            "0F0 0F1 0OFFLOAD0 0R0 0RELOAD0 0B0 0B1",
-            "0R0 reads the checkpoint of stage 0, microbatch 0, which 0OFFLOAD0",
-        ),
+        ("0F0 0F1 0OFFLOAD0 0R0 0RELOAD0 0B0 0B1", "0R0 reads the checkpoint of stage 0, .* which 0OFFLOAD0"),
         ("0F0 0F1 0OFFLOAD0 0RELOAD0", "0OFFLOAD0 reads the activation of stage 0, microbatch 0, which no row before"),
     ],
 )
@@ -200,10 +174,14 @@ def test_a_copy_of_what_is_not_there_or_left_on_the_host_is_refused(line, told):
 @pytest.mark.parametrize(
     "line",
     [
+        "0F0 0B0 0F1 0B1",
+        "0UNSHARD 0F0 0B0 0F1 0B1 0RESHARD",
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0F1 0B1",
+        "0F0 0B0 0F1 0B1 0RESHARD",
         "0F0 0F1 0OFFLOAD0 0F2 0RELOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1 0B2",
         "0F0 0OFFLOAD0 0RELOAD0 0B0",
         "0F0 0F1 0OFFLOAD1 0OFFLOAD0 0RELOAD0 0I0 0RELOAD1 0W0 0I1 0W1",
     ],
 )
-def test_what_is_kept_may_be_moved_wherever_it_is_there_and_more_than_once(line):
+def test_weights_may_be_gathered_again_and_stay_and_what_is_kept_may_be_moved_more_than_once(line):
     check(assign_slots(sharded(line)))

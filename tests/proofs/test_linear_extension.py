@@ -67,11 +67,6 @@ def test_what_keeps_the_linear_extension_ends_on_a_plain_machine_of_every_model(
             assert verdict(each, name) == "ends"
 
 
-def test_a_send_after_a_later_action_is_out_of_order():
-    assert keeps(lower(GPIPE))
-    assert not keeps(moved(lower(GPIPE), "0SEND_F0", after="0F1"))
-
-
 def test_a_receive_after_an_action_that_is_later_than_its_message_is_out_of_order():
     program = lower(schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"))
 
@@ -90,20 +85,19 @@ def test_receives_follow_the_makers_of_their_messages_or_where_these_end_or_are_
     assert order_of(moved(after_makers, "1RECV_F2", after="1RECV_F1")) == BUT_COALESCED
 
 
-def test_receives_of_a_pair_of_ranks_in_another_order_than_its_sends_are_out_of_order():
-    program = lower(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2"))
-
-    assert not keeps(moved(program, "1RECV_F0", after="1RECV_F1"))
+FORWARDS = lower(schedule_of("0F0 0F1 0F2\n1F0 1F1 1F2"))
+TIED = lower(schedule_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4)), tied_groups=[(1, 2)])
 
 
-def test_a_receive_in_front_of_an_earlier_send_of_the_same_pair_of_ranks_is_out_of_order():
-    assert not keeps(moved(lower(GPIPE), "0RECV_B0", after="0F0"))
-
-
-def test_an_action_or_message_after_a_joining_collective_is_out_of_order():
-    program = lower(
-        schedule_of("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", placement=Placement.loop(2, 4)), tied_groups=[(1, 2)]
-    )
-
+@pytest.mark.parametrize(
+    ("program", "text", "after"),
+    [
+        (lower(GPIPE), "0SEND_F0", "0F1"),  # a later action
+        (FORWARDS, "1RECV_F0", "1RECV_F1"),  # whose message is sent later
+        (lower(GPIPE), "0RECV_B0", "0F0"),  # and before an earlier send of the same pair of ranks
+        (TIED, "2REDUCE_TIED0", "2SEND_B0"),  # and before an action and a message
+    ],
+)
+def test_a_message_or_collective_that_is_moved_is_out_of_order(program, text, after):
     assert keeps(program)
-    assert not keeps(moved(program, "2REDUCE_TIED0", after="2SEND_B0"))
+    assert not keeps(moved(program, text, after=after))

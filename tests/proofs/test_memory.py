@@ -9,6 +9,7 @@ from hypothesis import given
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.instruction import Op
+from penstock.ir.split_backwards import with_split_backwards
 from penstock.lowering import assign_slots, lower
 from penstock.proofs import Limit, check
 from penstock.schedules import build
@@ -21,7 +22,6 @@ from tests.proofs.tables import (
     lowered,
     refusal,
     schedule_of,
-    split_backwards,
     violations_of,
 )
 from tests.simulation.drawing import sharded as without_slots
@@ -63,7 +63,7 @@ def test_a_limit_per_rank_counts_for_its_rank_and_may_be_just_met():
 
 @pytest.mark.feature("D4")
 def test_the_limit_in_bytes_counts_weight_contexts():
-    schedule = split_backwards(build("gpipe", ranks=1, microbatches=2))
+    schedule = with_split_backwards(build("gpipe", ranks=1, microbatches=2))
 
     costs = Costs(activation_bytes=(10,), weight_context_bytes=(4,))
     assert check(schedule, costs=costs, memory_limit=20).peak_bytes == [20]
@@ -197,11 +197,14 @@ def test_an_activation_slot_that_is_overwritten_is_refused():
     )
 
 
-@pytest.mark.parametrize("text", ["0OFFLOAD1", "0RELOAD1"])
-def test_a_copy_of_another_slot_is_refused(text):
-    broken = with_slot(lowered("gpipe", offload=[0]), text, 0)
+@pytest.mark.parametrize(
+    ("program", "text", "slot"),
+    [(lowered("gpipe", offload=[0]), text, 0) for text in ("0OFFLOAD1", "0RELOAD1")] + [(lowered(), "0B1", 5)],
+)
+def test_a_copy_or_a_backward_of_another_slot_is_refused(program, text, slot):
+    broken = with_slot(program, text, slot)
 
-    assert_refused(broken, text, "reads slot 0; 0F1 (position", "saved its activation in slot 1", "slot 1")
+    assert_refused(broken, text, f"reads slot {slot}; 0F1 (position", "saved its activation in slot 1", "slot 1")
 
 
 def test_limits_count_what_is_on_the_device():
@@ -214,12 +217,6 @@ def test_limits_count_what_is_on_the_device():
     # 0F0 has left, and 0RELOAD0 has brought it back.
     assert_refused(program, "0F5", "needs 2 activations", memory_limit="1 activation")
     assert_refused(lower(schedule, offload=[1]), (0, 4, "0F2"), "needs 300 bytes", costs=costs, memory_limit=200)
-
-
-def test_a_backward_that_reads_another_slot_is_refused():
-    broken = with_slot(lowered(), "0B1", 5)
-
-    assert_refused(broken, "0B1", "reads slot 5; 0F1 (position", "saved its activation in slot 1", "slot 1")
 
 
 @pytest.mark.feature("0.10")

@@ -50,11 +50,7 @@ def test_proofs_of_different_kinds_are_refused_together():
     assert any("has no backward" in problem for problem in problems)
     assert any("runs before its forward" in problem for problem in problems)
     assert any("the limit of rank 0 is 1" in problem for problem in problems)
-
-
-def test_a_cycle_and_an_exceeded_limit_are_refused_together():
     error = refusal(schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), memory_limit="1 activation")
-
     assert sorted(violation.action for violation in error.violations) == ["0B0", "1F1"]
 
 
@@ -66,25 +62,15 @@ def test_what_is_known_of_the_actions_changes_no_fact_of_their_program(case):
     assert prove(program, earlier_proof=known).facts == check(program)
 
 
-def test_what_is_known_of_the_actions_says_nothing_of_the_messages():
+def test_what_is_known_of_the_actions_says_nothing_of_messages_other_actions_and_limits():
     schedule = build("gpipe", ranks=2, microbatches=2)
     broken = without(lower(schedule), "0SEND_F1")
 
     with pytest.raises(ScheduleError, match="1RECV_F1 has no send on rank 0"):
         prove(broken, earlier_proof=prove(schedule))
-
-
-def test_what_is_known_of_other_actions_is_not_relied_on():
-    schedule = build("gpipe", ranks=2, microbatches=2)
     crossing = swapped(lower(schedule), "0F0", "0B0")
-
     with pytest.raises(ScheduleError, match="0B0 runs before its forward"):
         prove(crossing, earlier_proof=prove(schedule))
-
-
-def test_a_limit_is_proved_also_where_the_actions_are_known():
-    schedule = build("gpipe", ranks=2, microbatches=2)
-
     with pytest.raises(ScheduleError, match="the limit of rank 0 is 1"):
         prove(lower(schedule), Demand(Limit.read("1 activation")), earlier_proof=prove(schedule))
 

@@ -1,10 +1,9 @@
 """All findings end in one error, in order, with a picture of the places around the first."""
 
-import numpy as np
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.proofs.report import MAX_COLUMNS, MAX_RANKS, Subject, draw, first_of_each
+from penstock.proofs.report import MAX_COLUMNS, MAX_RANKS, Subject, draw
 from penstock.schedules import build
 from tests.proofs.tables import lowered, refusal, schedule_of, without
 
@@ -46,14 +45,3 @@ def test_violations_are_ordered_and_the_first_ten_are_shown_with_their_number():
 
 def test_a_program_is_called_a_program():
     assert refusal(without(lowered(), "0B1")).title == "1f1b: the program breaks 1 rule"
-
-
-def test_a_row_seen_from_its_own_rank_is_placed_without_the_rank():
-    subject = Subject(schedule_of("0F0 0B0\n1F0 1B0"))
-
-    assert subject.place(3) == "1B0 (rank 1, position 1)"
-    assert subject.place(3, seen_from=2) == "1B0 (position 1)"
-
-
-def test_the_first_row_of_each_group_is_found():
-    assert first_of_each(np.array([7, 7, 2, 7, 2]), np.array([10, 11, 12, 13, 14])) == [10, 12]
