@@ -14,17 +14,6 @@ from penstock.simulation import Costs, simulate
 from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
 
 
-def test_reductions_and_optimizer_steps_are_bars_in_the_order_of_their_starts():
-    timeline = timeline_with_bars()
-
-    bars = [bars_of_rank(timeline, rank) for rank in range(2)]
-
-    assert [str(timeline.program.instruction(row)) for row in bars[1].row] == ["1REDUCE_TIED0", "1STEP"]
-    assert [each.start_s.tolist() for each in bars] == [[9.0, 9.5], [7.0, 9.5]]
-    assert bars[1].end_s.tolist() == [9.5, 11.5]
-    assert bars[1].sort.tolist() == [COLLECTIVE, OPTIMIZER_STEP]
-
-
 def test_what_takes_no_time_is_no_bar():
     timeline = simulate(lower(build("1f1b", ranks=2, microbatches=2), optimizer_step=True), UNIT)
 

@@ -99,7 +99,7 @@ def test_bytes_are_held_where_all_timelines_know_them():
     assert not block_table([known, unknown]).is_bytes
 
 
-def test_bars_come_back_to_the_tick_and_know_what_they_are():
+def test_bars_come_back_to_the_tick_and_gaps_are_numbered_lane_after_lane_one_more_than_blocks():
     table = block_table([timeline_with_bars()])
 
     found = []
@@ -114,11 +114,6 @@ def test_bars_come_back_to_the_tick_and_know_what_they_are():
         (0, "0REDUCE_TIED0", COLLECTIVE, 9.0, 9.5), (0, "0STEP", OPTIMIZER_STEP, 9.5, 11.5),
         (1, "1REDUCE_TIED0", COLLECTIVE, 7.0, 9.5), (1, "1STEP", OPTIMIZER_STEP, 9.5, 11.5),
     ]  # fmt: skip
-
-
-def test_gaps_are_numbered_lane_after_lane_one_more_than_blocks():
-    table = block_table([timeline_with_bars()], [UNIT])
-
     assert table.columns["idle_gap"].tolist() == [2, 3, 5 + 0, 5 + 4]
     assert table.columns["idle_cause"].tolist() == [Cause.DEPENDENCY] * 3 + [Cause.SYNCHRONISATION]
     assert (table.columns["idle_ticks"] * table.tick_s).tolist() == pytest.approx([2, 1, 1, 2])

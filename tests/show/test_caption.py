@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.show.caption import add_lane_figures, add_legend, name_ranks, notes_on, top_margin
+from penstock.show.caption import add_lane_figures, add_legend, name_ranks, notes_on
 from penstock.show.lanes import Detail, Lane, TimeScale
 from penstock.show.palette import THEMES
 from penstock.show.sheet import Sheet
@@ -35,21 +35,11 @@ def test_shades_pairs_columns_and_shared_lanes_are_explained():
     assert lanes == "a lane is the mean of 2 ranks"
 
 
-def test_notes_take_room():
-    assert top_margin([], 8.0) < top_margin(["one"], 8.0) < top_margin(["one", "two"], 8.0)
-    assert top_margin(["one"], 26.0) == 1.8 * top_margin(["one"], 8.0)
-
-
 def legend_of(*timelines):
     sheet = Sheet.of(8.0, 4.0, THEMES["light"], "svg")
     add_legend(sheet, timelines)
     (legend,) = sheet.figure.legends
     return [text.get_text() for text in legend.get_texts()]
-
-
-def test_the_legend_holds_the_kinds_that_are_there_the_bubble_and_bars_where_there_are_any():
-    assert legend_of(timeline_of(2, 4, "zbv")) == ["F forward", "I input gradient", "W weight gradient", "bubble"]
-    assert legend_of(timeline_of(2, 4), timeline_with_bars())[-3:] == ["bubble", "collective", "optimizer step"]
 
 
 def test_the_legend_leaves_out_bars_that_are_a_hair():

@@ -1,24 +1,17 @@
 """Pictures: what is in them, read from the SVG, and that large ones stay small."""
 
 import re
-from html import unescape
-from xml.etree import ElementTree
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.show.chart import overlay_chart, timeline_chart
 from penstock.simulation import Costs
+from tests.show.pictures import texts_of
 from tests.show.timelines import UNIT, timeline_of, timeline_with_bars
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_SVG_BYTES = 2_000_000
-
-
-def texts_of(svg):
-    """The texts of an SVG; they stay text, so that a reader can search them."""
-    ElementTree.fromstring(svg)
-    return [unescape(text).strip() for text in re.findall(r"<text[^>]*>(.*?)</text>", svg.decode(), re.DOTALL)]
 
 
 def test_a_timeline_names_its_ranks_kinds_figures_and_units():
@@ -54,13 +47,6 @@ def test_themes_differ_in_their_paper_and_an_svg_is_set_in_the_fonts_of_its_read
     assert b"#14161a" in dark
     assert b"font-family: system-ui" in light
     assert b"font-family: 'DejaVu Sans'" not in light
-
-
-@pytest.mark.parametrize("format", ["svg", pytest.param("png", marks=pytest.mark.slow)])
-def test_the_same_timeline_gives_the_same_bytes(format):
-    first, second = (timeline_chart(timeline_of(3, 6, "dualpipe-v", UNIT), format=format) for _ in range(2))
-
-    assert first == second
 
 
 @pytest.mark.parametrize(("format", "begin"), [("svg", b"<?xml"), ("png", PNG)])

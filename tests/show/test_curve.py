@@ -15,11 +15,12 @@ def curve_of(*steps):
     return MemoryCurve(np.array([time for time, _ in steps], float), np.array([alive for _, alive in steps]))
 
 
-def test_an_activation_is_alive_from_the_start_of_its_forward_to_the_end_of_its_backward():
+def test_an_activation_is_alive_from_the_start_of_its_forward_to_the_end_of_its_backward_and_spikes_go():
     (first, second) = memory_curves(timeline_of(2, 2, costs=UNIT))
 
     assert steps(first) == [(0, 1), (1, 1), (1, 2), (2, 2), (4, 2), (6, 1), (7, 1), (9, 0)]
     assert steps(second) == [(1, 1), (2, 1), (2, 1), (4, 0), (4, 1), (5, 1), (5, 1), (7, 0)]
+    assert steps(without_spikes(second)) == [(1, 1), (2, 1), (4, 1), (5, 1), (7, 0)]
 
 
 def test_bytes_are_drawn_where_they_are_known_unless_counts_are_wanted():
@@ -33,12 +34,6 @@ def test_an_overlapped_pair_is_one_step():
     (curve,) = memory_curves(paired_timeline())
 
     assert steps(curve) == [(0, 1), (1, 1), (1, 2), (4, 1), (4, 1), (6, 0)]
-
-
-def test_what_is_freed_and_taken_at_once_shows_as_nothing():
-    (_, second) = memory_curves(timeline_of(2, 2, costs=UNIT))
-
-    assert steps(without_spikes(second)) == [(1, 1), (2, 1), (4, 1), (5, 1), (7, 0)]
 
 
 def test_a_column_shows_the_most_that_is_alive_in_it():

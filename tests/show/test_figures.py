@@ -9,15 +9,6 @@ from penstock.simulation import Costs
 from tests.show.timelines import UNIT, timeline_of
 
 
-def test_the_four_figures_have_their_units():
-    assert figures_of(timeline_of(4, 8, costs=UNIT)) == {
-        "makespan": "33.0 s",
-        "span": "33.0 s",
-        "bubble fraction": "27.3 %",
-        "peak": "4 microbatches",
-    }
-
-
 @pytest.mark.parametrize(
     ("timeline", "name", "figure"),
     [

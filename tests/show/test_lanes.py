@@ -66,18 +66,14 @@ def test_columns_can_be_seen():
     assert edges_s[1] % 3 == 0
 
 
-def test_blocks_of_one_colour_are_one_path():
+def test_blocks_of_one_colour_are_one_path_and_stages_of_a_rank_have_colours_of_their_own():
     axes = drawn(timeline_of(1, 5), Detail.PLAIN)
 
     (forward, backward) = axes.patches
     assert len(forward.get_path().vertices) == len(backward.get_path().vertices) == 5 * 5
     ramps = list(block_colours(1).values())
     assert colours_of(axes) == [ramps[0][0], ramps[1][0]]
-
-
-def test_stages_of_a_rank_have_colours_of_their_own():
     axes = drawn(timeline_of(2, 4, "zbv"), Detail.PLAIN)
-
     assert len(set(colours_of(axes))) == 6
 
 
@@ -119,7 +115,7 @@ def test_collectives_and_optimizer_steps_are_thin_bars_at_their_place(detail):
     ]
 
 
-def test_numbers_stand_in_the_middle_of_their_blocks():
+def test_numbers_stand_in_the_middle_of_their_blocks_where_they_have_room():
     texts = drawn(timeline_of(1, 2, costs=UNIT), Detail.NUMBERED).texts
 
     assert [(text.get_text(), *text.get_position()) for text in texts] == [
@@ -128,11 +124,7 @@ def test_numbers_stand_in_the_middle_of_their_blocks():
         ("1", 3.5, 0.5),
         ("1", 5.0, 0.5),
     ]
-
-
-def test_numbers_that_have_no_room_are_left_out():
     timeline = timeline_of(1, 30, costs=UNIT)
-
     assert len(drawn(timeline, Detail.NUMBERED, width=10.0).texts) == 60
     assert len(drawn(timeline, Detail.NUMBERED, width=9.0).texts) == 30 + 10  # F only where one digit is enough
 

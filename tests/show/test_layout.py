@@ -26,23 +26,6 @@ def rectangles(timeline, rank):
     return list(zip(texts, *(column.tolist() for column in columns), strict=True))
 
 
-def test_blocks_lie_where_they_ran():
-    timeline = timeline_of(2, 2, costs=UNIT)
-
-    assert rectangles(timeline, 0) == [
-        ("0F0", 0, 1, 0, 1, 0),
-        ("0F1", 1, 2, 0, 1, 0),
-        ("0B0", 4, 6, 0, 1, 0),
-        ("0B1", 7, 9, 0, 1, 0),
-    ]
-    assert [entry[:3] for entry in rectangles(timeline, 1)] == [
-        ("1F0", 1, 2),
-        ("1B0", 2, 4),
-        ("1F1", 4, 5),
-        ("1B1", 5, 7),
-    ]
-
-
 def test_an_overlapped_pair_shares_its_lane_the_first_above():
     assert rectangles(paired_timeline(), 0) == [
         ("0F0", 0, 1, 0, 1, 0),

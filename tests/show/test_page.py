@@ -79,11 +79,14 @@ def test_all_but_the_main_timeline_are_pale(main, pale):
     assert [lane["is_pale"] for lane in header["lanes"]] == pale
 
 
-def test_the_page_needs_no_network():
+def test_the_page_needs_no_network_and_holds_the_modules_as_one():
     page = to_page({"predicted": timeline_of(2, 4)}).decode()
 
     assert "default-src 'none'" in page
     assert not re.findall(r"https?://|//\w+\.\w+/|@import|url\(|<link|<img|<iframe|src=|fetch\(|XMLHttp|import\(", page)
+    script = page[page.index('<script type="module">') : page.index("</script>")]
+    assert not re.findall(r"^(?:import|export)\b", script, re.MULTILINE)
+    assert all(f"function {name}(" in script for name in ("unpack", "drawAll", "start"))
 
 
 def test_the_page_tells_its_figures_and_legend_as_text():
@@ -132,18 +135,6 @@ def test_pages_that_would_be_too_large_are_refused_with_a_fix():
 
     with pytest.raises(ConfigError, match=message):
         to_page({"predicted": timeline_of(2, 4)}, max_bytes=1000)
-
-
-@needs_node
-def test_the_viewer_computes_starts_and_ends():
-    timeline = timeline_of(2, 3, "zb-h1")
-    rows = np.concatenate([timeline.compute_rows(rank) for rank in range(2)])
-
-    question = "[table.begin, table.end].map((ticks) => Array.from(ticks, (t) => t * table.tick_s))"
-    [[begin, end]] = asked((to_page({"predicted": timeline}), question))
-
-    assert begin == pytest.approx(timeline.start_s[rows])
-    assert end == pytest.approx(timeline.end_s[rows])
 
 
 def tip(title, *lines, more=()):
@@ -277,14 +268,6 @@ def test_modules_import_only_what_modules_before_them_export():
             assert all(len(re.findall(rf"\b{name}\b", text)) > 1 for name in names)
 
 
-def test_the_page_holds_the_modules_as_one():
-    page = to_page({"predicted": timeline_of(1, 1)}).decode()
-
-    script = page[page.index('<script type="module">') : page.index("</script>")]
-    assert not re.findall(r"^(?:import|export)\b", script, re.MULTILINE)
-    assert all(f"function {name}(" in script for name in ("unpack", "drawAll", "start"))
-
-
 PLACES = ("attributes", "title", "style", "figures", "legend", "notes", "label", "script", "header", "data")
 
 
@@ -296,18 +279,14 @@ def test_a_text_that_looks_like_a_place_stays_as_it_is_and_one_that_is_missing_i
         fill("page.html", title="alone")
 
 
-def test_every_theme_has_its_colours_and_dark_browsers_get_the_dark_one():
+def test_every_theme_has_its_colours_which_the_style_sheet_uses_and_dark_browsers_get_the_dark_one():
     light, dark, *named = style_of_themes()
 
     assert THEMES["light"].bubble in light
     assert dark.startswith("@media (prefers-color-scheme: dark)")
     assert THEMES["dark"].bubble in dark
     assert [rule.partition(" ")[0] for rule in named] == [':root[data-theme="light"]', ':root[data-theme="dark"]']
-
-
-def test_the_style_sheet_uses_only_colours_of_the_themes():
     known = style_of_themes()[0]
     used = {word.partition(")")[0] for word in read("style.css").split("var(")[1:]}
-
     assert used
     assert all(f"{variable}:" in known for variable in used)

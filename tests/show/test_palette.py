@@ -17,7 +17,6 @@ from penstock.show.palette import (
     block_colours,
     find_theme,
     ink_on,
-    legend_name,
     paler,
     to_hex,
     to_rgb,
@@ -125,9 +124,3 @@ def test_an_unknown_theme_is_refused_with_the_nearest_one():
     assert find_theme("dark") is THEMES["dark"]
     with pytest.raises(ConfigError, match=r"theme: 'drak'; known: light, dark.* Did you mean 'dark'"):
         find_theme("drak")
-
-
-def test_every_kind_has_a_name_that_starts_with_its_letter():
-    assert [legend_name(kind) for kind in Kind][:4] == [
-        "F forward", "B backward", "I input gradient", "W weight gradient",
-    ]  # fmt: skip

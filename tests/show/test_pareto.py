@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.show.palette import THEMES
 from penstock.show.pareto import GREY_TO_READ, HOW_TO_READ, Candidate, Caption, LowerBound, pareto_picture
+from tests.show.pictures import texts_of
 
 CAPTION = Caption("8 ranks & more", "activations")
 SMALL, BETWEEN, LARGE = (
@@ -20,10 +21,6 @@ SMALL, BETWEEN, LARGE = (
 BEATEN = Candidate("beaten", 0.07, 4, False)
 FOUR = [SMALL, LARGE, BETWEEN, BEATEN]
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def texts_of(picture):
-    return [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", picture.decode(), re.DOTALL)]
 
 
 def points_of(picture):
@@ -52,7 +49,7 @@ def test_it_holds_names_units_how_to_read_it_and_a_warning():
     assert names | {"8 ranks & more", "activations", "step time (ms)", HOW_TO_READ, "unequal work"} <= texts
 
 
-def test_points_of_the_front_are_coloured_and_the_others_pale():
+def test_points_of_the_front_are_coloured_and_named_first_and_the_others_pale():
     points = points_of(pareto_picture(FOUR, CAPTION))
 
     accent, pale = THEMES["light"].ranks[1].lower(), THEMES["light"].bubble.lower()
@@ -61,6 +58,8 @@ def test_points_of_the_front_are_coloured_and_the_others_pale():
         for name, group in points.items()
     }
     assert fills == {"small": accent, "<b>": accent, "large": accent, "beaten": pale}
+    order = {group.get("id"): name for name, group in points_of(pareto_picture(FOUR, CAPTION)).items()}
+    assert [order[f"point-{index}"] for index in range(4)] == ["large", "<b>", "small", "beaten"]
 
 
 def test_faster_is_lower_smaller_is_further_left_and_the_front_is_a_staircase_through_its_points():
@@ -86,12 +85,6 @@ def test_a_pointer_is_told_all_names_and_figures():
     assert [text for text in texts_of(picture) if "twin" in text or "more" in text] == [
         "twin 0", "twin 1", "twin 2", "twin 3", "and 3 more",
     ]  # fmt: skip
-
-
-def test_names_of_the_front_look_for_room_before_the_others():
-    order = {group.get("id"): name for name, group in points_of(pareto_picture(FOUR, CAPTION)).items()}
-
-    assert [order[f"point-{index}"] for index in range(4)] == ["large", "<b>", "small", "beaten"]
 
 
 def test_names_that_find_no_room_are_left_out_and_counted():
@@ -165,7 +158,7 @@ def test_the_same_candidates_give_the_same_bytes_of_their_format(format, begin):
     assert first == second
 
 
-def test_the_page_needs_no_network_and_follows_the_browser():
+def test_the_page_needs_no_network_follows_the_browser_in_its_colours_and_lists_the_figures_the_fastest_first():
     page, dark = (pareto_picture(FOUR, CAPTION, format="html", theme=theme).decode() for theme in (None, "dark"))
 
     assert "default-src 'none'" in page
@@ -174,14 +167,15 @@ def test_the_page_needs_no_network_and_follows_the_browser():
     assert '<html lang="en" data-theme="dark">' in dark
     assert "<title>8 ranks &amp; more</title>" in page
     assert set(points_of(page.encode())) == {"small", "<b>", "large", "beaten"}
-
-
-def test_the_drawing_of_a_page_has_only_colours_of_its_theme():
     page = pareto_picture(FOUR, CAPTION, format="html").decode()
-
     drawing = page[page.index("<svg") :]
     assert not re.findall(r": #[0-9a-f]{6}", drawing)
     assert set(re.findall(r"var\(--(\w+)\)", drawing)) == {"background", "ink", "faint", "bubble", "line", "accent"}
+    rows = re.findall(r'<tr class="(.*?)"><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>', page)
+    fastest = sorted(FOUR, key=lambda one: (one.step_s, one.memory))
+    assert [unescape(name) for _, name, _, _ in rows] == [one.label for one in fastest]
+    assert [kind == "front" for kind, *_ in rows] == [one.is_on_front for one in fastest]
+    assert [float(memory) for *_, memory in rows] == [one.memory for one in fastest]
 
 
 @pytest.mark.parametrize(
@@ -195,13 +189,3 @@ def test_the_drawing_of_a_page_has_only_colours_of_its_theme():
 def test_nothing_to_compare_and_unknown_formats_and_themes_are_refused(candidates, options, told):
     with pytest.raises(ConfigError, match=told):
         pareto_picture(candidates, CAPTION, **options)
-
-
-def test_a_page_lists_the_figures_the_fastest_first():
-    page = pareto_picture(FOUR, CAPTION, format="html").decode()
-
-    rows = re.findall(r'<tr class="(.*?)"><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>', page)
-    fastest = sorted(FOUR, key=lambda one: (one.step_s, one.memory))
-    assert [unescape(name) for _, name, _, _ in rows] == [one.label for one in fastest]
-    assert [kind == "front" for kind, *_ in rows] == [one.is_on_front for one in fastest]
-    assert [float(memory) for *_, memory in rows] == [one.memory for one in fastest]

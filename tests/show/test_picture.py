@@ -47,14 +47,6 @@ def test_a_file_is_what_the_command_prints_for_the_saved_timeline(format, source
     assert capsysbinary.readouterr().out == (tmp_path / f"step.{format}").read_bytes()
 
 
-def test_a_page_explains_idle_time_by_the_costs_of_a_prediction():
-    timeline = timeline_of(2, 4)
-
-    assert picture_of(timeline, "html", costs=COSTS) != picture_of(
-        timeline, "html", costs=replace(COSTS, forward_s=(0.001,))
-    )
-
-
 def test_a_prediction_from_the_measured_costs_comes_near_the_measurement():
     timelines = predict_again(recorded_step())
 

@@ -1,13 +1,13 @@
 """The picture of a sweep: one line per schedule over the size."""
 
 import re
-from html import unescape
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.show.pareto import Caption
 from penstock.show.sweep_lines import COLORS, SweptPoint, sweep_picture
+from tests.show.pictures import texts_of
 
 CAPTION = Caption("4 ranks & more", "peak", warning="for 16 microbatches")
 LINES = {
@@ -18,10 +18,6 @@ LINES = {
 
 def draw(**options):
     return sweep_picture(LINES, "microbatches", CAPTION, **options)
-
-
-def texts_of(picture):
-    return [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", picture.decode(), re.DOTALL)]
 
 
 def corners_of(picture, gid):

@@ -3,9 +3,7 @@
 import pytest
 
 from penstock.show.text import (
-    count_of,
     format_seconds,
-    format_share,
 )
 
 
@@ -23,15 +21,3 @@ from penstock.show.text import (
 )
 def test_seconds_have_three_digits_and_their_natural_unit(duration_s, text):
     assert format_seconds(duration_s) == text
-
-
-def test_numbers_stand_with_their_nouns():
-    assert [count_of(1, "rank"), count_of(2, "rank"), count_of(3, "microbatch")] == [
-        "1 rank",
-        "2 ranks",
-        "3 microbatches",
-    ]
-
-
-def test_a_share_is_a_percentage():
-    assert format_share(0.125) == "12.5 %"

@@ -31,15 +31,11 @@ def threads_of(events):
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "thread_name"}
 
 
-def test_ranks_are_processes_with_names(events):
+def test_ranks_are_processes_every_row_is_one_slice_on_them_and_computations_share_one_thread(events):
     names = {e["pid"]: e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "process_name"}
 
     assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
-
-
-def test_every_row_is_one_slice_on_its_rank(events):
     found = Counter((e["args"]["timeline"], e["pid"], e["name"]) for e in of_phase(events, "X"))
-
     expected = Counter(
         (name, rank, str(instruction))
         for name, timeline in (("predicted", PREDICTED), ("measured", MEASURED))
@@ -47,6 +43,8 @@ def test_every_row_is_one_slice_on_its_rank(events):
         for instruction in timeline.program[rank]
     )
     assert found == expected
+    threads = {(e["pid"], e["tid"]) for e in of_phase(events, "X") if e["cat"] in ("forward", "backward")}
+    assert len(threads) == 2 * 3  # of each timeline on each rank
 
 
 def test_times_are_microseconds_and_arguments_say_what_a_slice_is(events):
@@ -82,12 +80,6 @@ def test_slices_of_one_thread_never_overlap_and_times_never_fall(events):
         ends[thread] = event["ts"] + event["dur"]
     times = [event["ts"] for event in events if event["ph"] != "M"]
     assert times == sorted(times)
-
-
-def test_computations_that_follow_each_other_share_one_thread(events):
-    threads = {(e["pid"], e["tid"]) for e in of_phase(events, "X") if e["cat"] in ("forward", "backward")}
-
-    assert len(threads) == 2 * 3  # of each timeline on each rank
 
 
 def test_counters_rise_to_the_peak_and_end_at_zero(events):
