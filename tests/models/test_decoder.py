@@ -154,12 +154,14 @@ def test_a_document_of_a_packed_sequence_gets_the_logits_that_it_gets_alone():
     assert torch.equal(run(layers, tokens), run(build(SMALL), tokens))  # without positions it is a plain block
 
 
-def test_slices_that_are_longer_together_than_the_tables_are_refused():
+def test_sequences_and_slices_that_are_longer_together_than_the_tables_are_refused():
     attention = build(SMALL)["blocks.0"].attention
     attention.carry.begin_slice((torch.zeros(2, 2, 5, 4),) * 2, keeps=True)
 
     with pytest.raises(PenstockError, match="have 9 tokens, but the model is for at most 8"):
         attention(torch.randn(2, 4, SMALL.width, dtype=torch.float64))
+    with pytest.raises(PenstockError, match="have 9 tokens, but the model is for at most 8"):
+        run(build(SMALL), some_tokens(length=9))
 
 
 def test_parameter_names_are_those_of_the_unsplit_model():
@@ -227,11 +229,6 @@ def test_layer_weights_are_relative_to_a_block():
     assert weights["head"] == pytest.approx(16 * 11 / block)
     assert weights["embedding"] == 0
     assert 0 < weights["norm"] < 0.05
-
-
-def test_a_sequence_longer_than_the_tables_is_refused():
-    with pytest.raises(PenstockError, match="have 9 tokens, but the model is for at most 8"):
-        run(build(SMALL), some_tokens(length=9))
 
 
 def test_the_loss_is_the_mean_over_the_counted_tokens():

@@ -32,24 +32,6 @@ class Nameless(nn.Module):
         pass
 
 
-EVERYTHING = {"words": 1, "padding": 2, "scale": 3}
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [((1, 2), {"scale": 3}), ((1,), {"scale": 3, "padding": 2}), ((), {"scale": 3, "padding": 2, "words": 1})],
-)
-def test_position_and_name_give_one_batch_in_the_order_of_the_forward(args, kwargs):
-    by_position, keywords = BatchSignature(Model()).bind(args, kwargs)
-
-    assert by_position == ()
-    assert list(keywords.items()) == list(EVERYTHING.items())
-
-
-def test_arguments_that_were_not_passed_stay_out():
-    assert BatchSignature(Model()).bind((1,), {}) == ((), {"words": 1})
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "problem"),
     [
@@ -71,7 +53,7 @@ def test_keywords_of_other_layers_stay_as_they_are():
     assert BatchSignature(Open()).var_keyword.name == "others"
 
 
-def test_what_the_first_stage_takes_goes_by_position_and_is_required_there_alone():
+def test_what_the_first_stage_takes_goes_by_position_and_what_no_batch_has_is_refused():
     signature = BatchSignature(Inputs(), ("input_ids", "attention_mask"), first=("input_ids",))
 
     assert signature.bind((1,), {"attention_mask": 2}) == ((1,), {"attention_mask": 2})
@@ -79,22 +61,14 @@ def test_what_the_first_stage_takes_goes_by_position_and_is_required_there_alone
     assert signature.bind((), {"attention_mask": 2}, is_first=False) == ((), {"attention_mask": 2})
     with pytest.raises(PenstockError, match="missing a required argument: 'input_ids'"):
         signature.bind((), {"attention_mask": 2})
-
-
-def test_an_argument_of_the_forward_that_no_batch_has_is_refused():
-    signature = BatchSignature(Inputs(), ("input_ids", "attention_mask"), first=("input_ids",))
-
     with pytest.raises(PenstockError, match=r"'past' is no argument of a batch.*\(input_ids, attention_mask\)"):
         signature.bind((1, 2), {})
     assert [each.name for each in signature.keywords] == ["attention_mask"]
     assert signature.var_keyword is None
 
 
-def test_an_argument_without_a_name_is_refused_when_the_model_is_cut():
+def test_arguments_without_names_are_refused_when_the_model_is_cut():
     with pytest.raises(ConfigError, match="forward of Nameless takes 'words' by position alone"):
         BatchSignature(Nameless())
-
-
-def test_arguments_without_names_are_refused_when_the_model_is_cut():
     with pytest.raises(ConfigError, match=r"forward of Several takes \*words, .*; give each of them a name"):
         BatchSignature(Several())

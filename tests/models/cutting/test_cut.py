@@ -9,6 +9,7 @@ from penstock.errors import ConfigError
 from penstock.models.cutting.cut import cut, segments
 from penstock.models.cutting.points import cut_model
 from tests.support.local_pipelines import on_ranks
+from tests.support.local_pipelines import token_loss as loss_of
 
 
 class Block(nn.Module):
@@ -42,10 +43,6 @@ class Model(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, padding)
         return self.head(self.norm(hidden) * 2)
-
-
-def loss_of(output, target):
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 @pytest.fixture
@@ -122,15 +119,6 @@ def test_features_of_a_pipeline_hold(model, batch, expected, options, tolerance)
     assert pipeline.state_dict().keys() == model.state_dict().keys()
 
 
-def test_evaluation_returns_the_outputs_of_the_model(model, batch):
-    words, padding, target = batch
-    pipeline = ps.Pipeline(cut(model, ["blocks.*"]), "1f1b", 4, loss_of, ranks=1)
-
-    outputs = pipeline.evaluate(words=words, padding=padding, target=target, return_outputs=True).outputs
-
-    torch.testing.assert_close(outputs, model(words, padding).detach(), rtol=1e-12, atol=1e-12)
-
-
 def test_a_chain_is_cut_without_a_layer_before_it():
     chain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.Tanh())
     parts = cut(chain, ["0", "2"])
@@ -204,10 +192,7 @@ def test_specs_name_a_batch_as_it_is_passed(model, batch):
     ("specs", "text"),
     [
         (ps.BatchSpec(args=(ps.Split(0), ps.Replicate())), "specs has args, .* are passed by name.* by position"),
-        (
-            ps.BatchSpec(kwargs={"padding": ps.Replicate()}),
-            "specs has kwargs for 'padding', which is passed by position",
-        ),
+        (ps.BatchSpec(kwargs={"padding": ps.Replicate()}), "specs has kwargs for 'padding', .* by position"),
         (ps.BatchSpec(args=ps.Split(0)), "the ranks disagree on keywords"),
     ],
 )
@@ -303,13 +288,10 @@ def test_slices_are_refused_before_a_step(model):
         ps.Pipeline(cut(model, ["blocks.*"]), "seq1f1b", 4, loss_of, slices=2, ranks=1)
 
 
-def test_what_is_no_module_is_refused():
-    with pytest.raises(ConfigError, match=r"expected an nn\.Module"):
-        cut([nn.Linear(2, 2)], ["0"])
-
-
-def test_a_model_that_is_compiled_or_not_made_yet_is_refused():
+def test_what_is_no_module_compiled_or_not_made_yet_is_refused():
     with pytest.raises(ConfigError, match="compiled as a whole"):
         cut(torch.compile(nn.Sequential(nn.Linear(2, 2))), ["0"])
     with pytest.raises(ConfigError, match=r"'1\.weight' has no shape before its first input"):
         cut(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), ["0"])
+    with pytest.raises(ConfigError, match=r"expected an nn\.Module"):
+        cut([nn.Linear(2, 2)], ["0"])

@@ -49,17 +49,6 @@ def run(model, start, stop, names, arrived=None, tensors=(), is_training=False):
     return output, course, frame
 
 
-def test_parts_one_after_another_give_what_the_whole_gives():
-    model = Model().double().eval()
-
-    hidden, _, _ = run(model, None, "blocks.0", ["words"], tensors=["place"])
-    for start, stop in (("blocks.0", "blocks.1"), ("blocks.1", "blocks.2"), ("blocks.2", "head"), ("head", None)):
-        hidden, _, frame = run(model, start, stop, [start], hidden)
-        assert frame.course is None, "a course holds what has arrived"
-
-    assert torch.equal(hidden, model(WORDS))
-
-
 def test_modules_around_the_points_are_in_the_mode_of_the_part_and_draw_nothing_before_it():
     model = Model()
     torch.manual_seed(0)
@@ -74,25 +63,7 @@ def test_modules_around_the_points_are_in_the_mode_of_the_part_and_draw_nothing_
     assert model.drop.training, "the model itself stays as it is"
 
 
-def test_a_point_that_is_never_called_is_named():
-    model = Model()
-    model.extra = nn.Linear(4, 4)
-    frame = Frame(Template(model, cut_model(model, ["blocks.*", "extra"])), torch.device("cpu"))
-    points = ("blocks.0", "blocks.1", "blocks.2", "extra", "head")
-    course = course_of(frame, "blocks.2", "extra", {"blocks.2": model.blocks[2]}, torch.ones(5, 4), points)
-
-    with pytest.raises(PenstockError, match="'head' where 'extra' was expected"):
-        frame.run(lambda copied: copied(WORDS), course, {}, is_training=False)
-
-
-def test_a_stand_in_runs_in_a_forward_alone():
-    frame = frame_of(Model())
-
-    with pytest.raises(PenstockError, match="outside of a forward"):
-        frame.model.blocks[0](torch.ones(5, 4))
-
-
-def test_a_stand_in_is_of_the_class_of_its_module_and_has_its_parameters_without_values():
+def test_a_stand_in_is_of_the_class_of_its_module_without_values_and_runs_in_a_forward_alone():
     frame = frame_of(Model())
 
     block = frame.model.blocks[0]
@@ -101,3 +72,5 @@ def test_a_stand_in_is_of_the_class_of_its_module_and_has_its_parameters_without
     assert block.weight.shape == (4, 4)
     assert block.weight.isnan().all()
     assert block.weight.device.type == "cpu"
+    with pytest.raises(PenstockError, match="outside of a forward"):
+        frame.model.blocks[0](torch.ones(5, 4))

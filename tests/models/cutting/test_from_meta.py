@@ -8,6 +8,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.models.cutting.cut import cut
 from penstock.models.cutting.from_meta import cut_from_meta
+from tests.models.cutting.test_part import run
 
 WORDS = torch.tensor([[1, 2, 3], [4, 0, 1]])
 
@@ -82,18 +83,11 @@ def model():
     return Model()
 
 
-def run(parts, words):
-    hidden = parts[0](words=words)
-    for part in parts[1:]:
-        hidden = part(hidden, words=words)
-    return hidden
-
-
 def test_layers_compute_what_the_model_does_which_has_their_values(model):
     parts = [spec() for spec in cut_from_meta(on_meta(), POINTS, Reads(model).read)]
 
     for _ in range(2):
-        assert torch.equal(run(parts, WORDS), run(cut(model, POINTS), WORDS))
+        assert torch.equal(run(parts, words=WORDS), run(cut(model, POINTS), words=WORDS))
     assert {tensor.dtype for part in parts for tensor in part.state_dict().values()} == {torch.float32}
 
 
@@ -186,7 +180,7 @@ def test_buffers_that_a_reset_makes_have_the_type_of_the_model(model):
         own = next(dict(part.named_buffers())[name] for part in parts if name in dict(part.named_buffers()))
         assert own.dtype is torch.bfloat16
         assert torch.equal(own, model.get_buffer(name))
-    assert torch.equal(run(parts, WORDS), run(cut(model, POINTS), WORDS))
+    assert torch.equal(run(parts, words=WORDS), run(cut(model, POINTS), words=WORDS))
 
 
 class Attribute(nn.Module):

@@ -114,51 +114,6 @@ def test_threads_run_parts_of_one_model_side_by_side():
         assert all(threads.map(is_right, range(4)))
 
 
-def test_a_forward_that_changes_what_a_stand_in_returned_runs_with_one_that_may_be_changed():
-    class InPlace(Model):
-        def forward(self, words, mask=None):
-            hidden = self.words(words)
-            hidden += 1
-            for block in self.blocks:
-                hidden = block(hidden, 1.0, shift=0.5)
-            return self.head(hidden)
-
-    model = InPlace()
-    parts = cut(model, ["blocks.*"])
-    for _ in range(2):
-        assert torch.equal(run(parts, words=WORDS), model(WORDS))
-
-
-def test_a_second_value_with_a_gradient_is_refused_by_its_argument():
-    class Scaled(Model):
-        def forward(self, words, mask=None):
-            hidden = self.words(words)
-            for block in self.blocks:
-                hidden = block(hidden, self.words(words), shift=0.0)
-            return self.head(hidden)
-
-    parts = cut(Scaled(), ["blocks.*"])
-    with pytest.raises(PenstockError, match=r"'blocks.0' gets a gradient for its argument 1.*ps.Skip"):
-        run(parts, words=WORDS)
-
-
-def test_an_argument_that_depends_on_another_part_is_refused_on_the_short_way():
-    class Later(Model):
-        def forward(self, words, mask=None):
-            hidden = first = self.words(words)
-            for number, block in enumerate(self.blocks):
-                hidden = block(hidden, first.detach() if number == 2 else 1.0, shift=0.0)
-            return self.head(hidden)
-
-    parts = cut(Later(), ["blocks.*"])
-    with pytest.raises(PenstockError):
-        run(parts, words=WORDS)
-    parts = cut(Later(), ["blocks.*"])
-    hidden = parts[1](torch.ones(2, 3, 4), words=WORDS)
-    with pytest.raises(PenstockError, match=r"'blocks.2' gets an argument 1 that depends .* 'words'; a part"):
-        parts[1](hidden, words=WORDS)
-
-
 def test_a_keyword_may_be_called_as_the_positional_arguments_are():
     class Named(Model):
         def forward(self, inputs, mask=None):
@@ -168,29 +123,61 @@ def test_a_keyword_may_be_called_as_the_positional_arguments_are():
     assert torch.equal(run(cut(model, ["blocks.*"]), inputs=WORDS, mask=MASK), model(WORDS, MASK))
 
 
-def test_a_forward_that_fails_without_values_says_where_and_why():
-    class Looking(Model):
-        def forward(self, words, mask=None):
-            hidden = self.words(words)
-            for number, block in enumerate(self.blocks):
-                if number == 2 and hidden.stride(0) == 0:  # only a value that is not there has no strides
-                    raise IndexError("nothing here")
-                hidden = block(hidden, 1.0, shift=0.0)
-            return self.head(hidden)
+class Varied(Model):
+    """Calls its blocks in a way of its own."""
 
-    parts = cut(Looking(), ["blocks.*"])
-    with pytest.raises(PenstockError, match=r"fails before it comes to 'blocks\.\d'.*IndexError: nothing here"):
-        run(parts, words=WORDS)
+    def forward(self, words, mask=None):
+        hidden = first = self.words(words)
+        for number, block in enumerate(self.blocks):
+            hidden = self.call(block, number, hidden, first)
+        return self.end(hidden)
+
+    def call(self, block, number, hidden, first):
+        return block(hidden, 1.0, shift=0.0)
+
+    def end(self, hidden):
+        return self.head(hidden)
 
 
-def test_an_error_of_the_own_part_stays_as_it_is():
-    class Failing(Model):
-        def forward(self, words, mask=None):
-            hidden = self.words(words)
-            for block in self.blocks:
-                hidden = block(hidden, 1.0, shift=0.0)
-            raise IndexError("behind all")
+class Scaled(Varied):
+    def call(self, block, number, hidden, first):
+        return block(hidden, first, shift=0.0)
 
-    parts = cut(Failing(), ["blocks.*"])
-    with pytest.raises(IndexError, match="behind all"):
-        run(parts, words=WORDS)
+
+class Later(Varied):
+    def call(self, block, number, hidden, first):
+        return block(hidden, first.detach() if number == 2 else 1.0, shift=0.0)
+
+
+class Looking(Varied):
+    def call(self, block, number, hidden, first):
+        if number == 2 and hidden.stride(0) == 0:  # only a value that is not there has no strides
+            raise IndexError("nothing here")
+        return block(hidden, 1.0, shift=0.0)
+
+
+class Failing(Varied):
+    def end(self, hidden):
+        raise IndexError("behind all")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "told"),
+    [
+        (Scaled, PenstockError, r"'blocks.0' gets a gradient for its argument 1.*ps.Skip"),
+        (Later, PenstockError, "depends on"),
+        (Looking, PenstockError, r"fails before it comes to 'blocks\.\d'.*IndexError: nothing here"),
+        (Failing, IndexError, "behind all"),  # of the own part
+    ],
+)
+def test_a_forward_that_no_part_can_run_is_refused_and_other_errors_stay(kind, error, told):
+    with pytest.raises(error, match=told):
+        run(cut(kind(), ["blocks.*"]), words=WORDS)
+
+
+def test_an_argument_that_depends_on_another_part_is_refused_on_the_short_way():
+    part = cut(Later(), ["blocks.*"])[1]
+    hidden = part(torch.ones(2, 3, 4), words=WORDS)
+
+    with pytest.raises(PenstockError, match=r"'blocks.2' gets an argument 1 that depends .* 'words'; a part"):
+        part(hidden, words=WORDS)

@@ -1,25 +1,16 @@
 """Values that are not there: their kind is right, and what is computed from them shows."""
 
-from collections import namedtuple
-
 import torch
 from torch import nn
 
 from penstock.models.cutting.placeholders import (
     Placeholder,
     is_bare,
-    map_tensors,
     on_meta,
-    tensors_in,
     without_values,
 )
 
 CPU = torch.device("cpu")
-
-
-def lacks_values(value):
-    """Whether a tensor of a tree was computed from what is not there."""
-    return any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors_in(value))
 
 
 def test_a_tensor_without_values_has_the_memory_of_one_number():
@@ -31,27 +22,6 @@ def test_a_tensor_without_values_has_the_memory_of_one_number():
     assert is_bare(bare)
     assert not is_bare(torch.ones(3))
     assert not is_bare((bare,))
-
-
-def test_what_is_computed_from_it_is_found_also_where_it_is_dense():
-    for is_dense in (False, True):
-        bare = without_values((torch.ones(3), {"mask": torch.ones(2, dtype=torch.bool)}), CPU, is_dense=is_dense)
-
-        assert lacks_values(bare)
-        assert lacks_values([(bare[0] * 0).sum()])
-        assert not lacks_values(bare[1])
-    bare[0].add_(1)  # dense ones may be changed in place
-
-
-def test_trees_keep_their_branches():
-    Pair = namedtuple("Pair", "left right")
-    tree = Pair(torch.ones(1), [torch.ones(2), {"a": (torch.ones(3), "text")}])
-
-    doubled = map_tensors(lambda tensor: tensor * 2, tree)
-
-    assert isinstance(doubled, Pair)
-    assert [each.sum().item() for each in tensors_in(doubled)] == [2, 4, 6]
-    assert doubled.right[1]["a"][1] == "text"
 
 
 def test_a_copy_on_the_meta_device_leaves_the_module_and_its_ties_as_they_are():

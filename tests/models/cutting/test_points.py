@@ -28,28 +28,14 @@ class Model(nn.Module):
         self.head = nn.Linear(2, 5)
 
 
-def test_blocks_are_points_in_the_order_of_their_numbers_and_what_is_defined_behind_them_too():
+def test_blocks_are_points_in_the_order_of_their_numbers_between_what_is_defined_before_and_behind_them():
     cut = cut_model(Model(), ["body.blocks.*", "late.*"])
 
     blocks = [f"body.blocks.{number}" for number in range(11)]
     assert cut.points == (*blocks, "middle", "late.0", "late.1", "norm", "head")
-
-
-def test_what_is_defined_before_the_first_point_begins_the_forward():
-    cut = cut_model(Model(), ["body.blocks.*", "late.*"])
-
     assert cut.begin_modules == ("words",)
     assert cut.tensors == ("place", "mask", "body.scale")
     assert cut.has_begin
-
-
-def test_a_module_that_is_a_chain_has_no_begin():
-    chain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-
-    cut = cut_model(chain, ["0", "2"])
-
-    assert cut.points == ("0", "2")
-    assert not cut.has_begin
 
 
 def test_lists_of_modules_and_of_parameters_are_looked_into():
