@@ -1,12 +1,14 @@
-"""Autograd functions written for DualPipe's `WeightGradStore`, and for torch's `dw_builder`, run as they are."""
+"""Autograd functions written for torch's `dw_builder` run as they are, as those for DualPipe's `WeightGradStore` do.
+
+The latter are tested with the other layers that compute their weight gradients later.
+"""
 
 import torch
 from torch import nn
 
-from penstock.moving.dualpipe import WeightGradStore
 from penstock.moving.torch_pipelining import PipelineStage, Schedule
 from tests.support.local_pipelines import on_ranks, settle, square_loss, values
-from tests.support.own_weight_gradients import Building, Closing, Plain
+from tests.support.own_weight_gradients import Building, Plain
 
 NUM_ROWS = 8
 
@@ -42,25 +44,6 @@ def gradients(transport, make_stage):
     return {stage.stage_index: stage.submod.weight.grad for stage in stages}
 
 
-def assert_right(found):
-    for index, gradient in enumerate(expected()):
-        assert torch.allclose(found[index], gradient, rtol=0, atol=1e-12)
-
-
-def test_functions_that_fill_the_store_wait_for_w():
-    waited = []
-
-    class Seen(Closing):
-        def keep(self, gradient, features):
-            waited.append(WeightGradStore.enabled)
-            super().keep(gradient, features)
-
-    first, second = on_ranks(2, gradients, lambda index: PipelineStage(stage_of(Seen, index), index, 4))
-
-    assert_right(first | second)
-    assert any(waited)
-
-
 def test_a_dw_builder_is_called_after_each_backward():
     builds = []
 
@@ -71,5 +54,7 @@ def test_a_dw_builder_is_called_after_each_backward():
 
     first, second = on_ranks(2, gradients, make_stage)
 
-    assert_right(first | second)
+    found = first | second
+    for index, gradient in enumerate(expected()):
+        assert torch.allclose(found[index], gradient, rtol=0, atol=1e-12)
     assert sorted(builds) == sorted(list(range(4)) * 4)

@@ -162,14 +162,6 @@ def test_collected_data_are_the_outputs_of_all_microbatches():
     assert not any(first[2] + last[2])
 
 
-def test_collecting_data_while_training_is_refused():
-    call = get_forward_backward_func()
-
-    error = error_of(run, call, Part(0, 1), microbatches(1), collect_non_loss_data=True)
-
-    assert "forward_only=True" in str(error)
-
-
 def test_forward_only_reports_losses_and_leaves_no_gradient_and_training_goes_on():
     def case(call, part):
         evaluated = run(call, part, microbatches(4), forward_only=True)
@@ -348,6 +340,7 @@ def test_arguments_that_do_not_fit_are_refused():
         return str(error_of(get_forward_backward_func(schedule), **{**usual, **given}))
 
     assert "Did you mean 'seq_length' or" in call(seq_lenght=3)
+    assert "forward_only=True" in call(data_iterator=iter(microbatches(2)), collect_non_loss_data=True)
     assert "a list of 2 for 1 model parts; give one iterator per part" in call(data_iterator=[None, None])
     assert "one for 2 model parts" in call(model=[Part(0, 2), Part(1, 2)], data_iterator=iter(()))
     assert "places the stages [0] on rank 0; bring one part for each" in call(
@@ -401,7 +394,9 @@ def train_two_routes(rank, num_microbatches, **options):
     return reported, loss, gradients({rank: parts[0], 1 - rank: parts[1]}), set(places)
 
 
-def check_two_routes(outcomes):
+def test_a_part_for_each_direction_runs_the_same_step():
+    outcomes = on_ranks(2, lambda wires: train_two_routes(wires.rank, 4, transport=wires))
+
     losses, expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)
     for reported, loss, found, places in outcomes:
         assert_gradients([found], expected, tolerance=1e-12)
@@ -409,10 +404,6 @@ def check_two_routes(outcomes):
         assert places == {(0, 2, True, False), (1, 2, False, True)}
         assert len(reported) == 2
     assert [row["lm loss"] for row in outcomes[1][0] + outcomes[0][0]] == losses
-
-
-def test_a_part_for_each_direction_runs_the_same_step():
-    check_two_routes(on_ranks(2, lambda wires: train_two_routes(wires.rank, 4, transport=wires)))
 
 
 def test_tokens_cannot_be_counted_over_two_routes():

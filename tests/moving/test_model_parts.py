@@ -37,24 +37,17 @@ NAMES = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["norm", "out
 
 @pytest.mark.feature("X36")
 @pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList])
-def test_the_parts_together_have_every_name_and_value_once(container):
+def test_the_parts_together_have_every_name_and_value_once_and_one_after_another_are_the_model(container):
     model = Model(container)
+    hidden = tokens = torch.tensor([[0, 4], [2, 1]])
 
     parts = [ModelParts(model, NAMES).make(stage) for stage in range(3)]
 
     found = [(name, value) for part in parts for name, value in part.state_dict().items()]
     assert [name for name, _ in found] == list(model.state_dict())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in found)
-
-
-@pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList])
-def test_the_parts_one_after_another_are_the_model(container):
-    model = Model(container)
-    hidden = tokens = torch.tensor([[0, 4], [2, 1]])
-
-    for stage in range(3):
-        hidden = ModelParts(model, NAMES).make(stage)(hidden)
-
+    for part in parts:
+        hidden = part(hidden)
     assert torch.equal(hidden, model(tokens))
 
 

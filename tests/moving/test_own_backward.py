@@ -10,6 +10,7 @@ from penstock.errors import PipelineError
 from penstock.moving.own_backward import add_gradient, own_backward
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import (
+    Outcome,
     block,
     difference,
     error_of,
@@ -61,12 +62,6 @@ def layers(by_hand):
 
 def batch():
     return values(1, 8, WIDTH, dtype=torch.float64), values(2, 8, WIDTH, dtype=torch.float64)
-
-
-class Outcome:
-    def __init__(self, result, gradients):
-        self.result = result
-        self.gradients = gradients
 
 
 @pytest.mark.feature("D6")

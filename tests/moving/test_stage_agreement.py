@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError, PipelineError
-from penstock.moving.stage_agreement import agree_on_stages, parts_of_stages
-from penstock.placement import Placement
+from penstock.moving.stage_agreement import agree_on_stages
 from penstock.schedules import build
 from tests.support.local_pipelines import error_of, on_ranks, two_routes
 
@@ -37,11 +36,6 @@ def message(own_of_rank, schedule=None):
     assert [type(error) for error in errors] == [PartitionError] * len(errors)
     (text,) = {str(error) for error in errors}
     return text
-
-
-def test_parts_are_places_on_routes():
-    assert parts_of_stages(Placement.bidirectional(2)) == [0, 1, 0, 1]
-    assert parts_of_stages(Placement.vee(2)) == [0, 1, 2, 3]
 
 
 def test_copies_with_the_same_parameters_are_taken_whatever_their_values():

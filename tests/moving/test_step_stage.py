@@ -28,47 +28,8 @@ def begun(returned=None, *, place=LAST, count_tokens=None, data=None, num_microb
     return stage
 
 
-def loss_of(stage, microbatch=0):
-    """Run a forward and then the loss function, as a last stage does."""
-    output = stage(features(), microbatch=microbatch)
-    return stage._step_loss(output, None).loss
-
-
 def features():
     return torch.ones(1, 3, 6, dtype=torch.float64)
-
-
-def test_a_stage_that_is_not_the_last_returns_its_output():
-    stage = begun(place=RoutePlace(1, 3, 0))
-
-    assert stage(features(), microbatch=0).shape == (1, 3, 6)
-    assert stage.model.input_tensor is None
-
-
-def test_the_last_stage_returns_its_output_and_hands_its_loss_and_report_to_the_pipelines_loss_function():
-    loss = torch.ones((), requires_grad=True) * 2
-    stage = begun((loss, {"lm loss": loss}))
-
-    output = stage(features(), microbatch=0)
-    found = stage._step_loss(output, None)
-
-    assert output.shape == (1, 3, 6)
-    assert found.loss is loss
-    assert found.weight is None
-    assert found.reported == {"lm loss": loss}
-
-
-def test_what_is_collected_instead_of_losses_is_reported():
-    def step(data_iterator, model):
-        return model(None), lambda output, non_loss_data=False: {"shape": output.shape, "collected": non_loss_data}
-
-    stage = StepStage(Part(1, 2), LAST, step_loss=StepLoss())
-    stage.begin(StepCall(step, [None], 1, is_forward_only=True, collects_non_loss_data=True))
-
-    found = stage._step_loss(stage(features(), microbatch=0), None)
-
-    assert found.reported == {"shape": (1, 3, 6), "collected": True}
-    assert found.loss == 0
 
 
 def test_a_stage_that_ended_its_call_left_no_loss_behind():
@@ -80,27 +41,6 @@ def test_a_stage_that_ended_its_call_left_no_loss_behind():
     assert stage._step_loss._next is None
 
 
-def test_a_sum_is_divided_by_its_tokens_and_none_of_them_by_one():
-    assert loss_of(begun((torch.tensor(6.0), torch.tensor(3), {}))) == 2
-    assert loss_of(begun((torch.tensor(6.0), 3, {}))) == 2
-    assert loss_of(begun((torch.tensor(0.0), torch.tensor(0), {}))) == 0
-
-
-def test_tokens_are_counted_ahead_on_the_last_stage_alone():
-    counted = []
-
-    def count(item):
-        counted.append(item)
-        return item
-
-    last = begun((torch.tensor(6.0), 3, {}), count_tokens=count, data=iter([3, 2, 9]), num_microbatches=2)
-    begun(place=RoutePlace(0, 2, 0), count_tokens=count, data=iter([3, 2]), num_microbatches=2)
-
-    assert counted == [3, 2]
-    assert [float(target) for target in last.loss_targets()] == [3, 2]
-    assert loss_of(last) == 2
-
-
 def test_data_that_cannot_be_counted_are_told_by_the_forward():
     missing = begun((torch.tensor(1.0), 1, {}), count_tokens=float, data=None)
     broken = begun((torch.tensor(1.0), 1, {}), count_tokens=lambda item: 1 / 0, data=iter([1]))
@@ -109,14 +49,6 @@ def test_data_that_cannot_be_counted_are_told_by_the_forward():
     assert isinstance(error, ConfigError)
     assert "data_iterator: is None on the last stage" in str(error)
     assert isinstance(error_of(broken, features(), microbatch=0), ZeroDivisionError)
-
-
-def test_the_end_of_data_names_stage_and_microbatch():
-    stage = begun((torch.tensor(1.0), {}), data=iter([1]), num_microbatches=2)
-    stage(features(), microbatch=0)
-
-    with pytest.raises(PipelineError, match="stage 1: the data ended at microbatch 1 of 2"):
-        stage(features(), microbatch=1)
 
 
 @pytest.mark.parametrize(

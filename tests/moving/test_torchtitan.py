@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 
 from penstock.errors import ConfigError, PipelineError
 from penstock.moving.torchtitan import generate_llm_fqn_per_model_part, pipeline_llm
 from penstock.schedules import build
 from tests.moving.test_model_parts import Model
-from tests.support.local_pipelines import assert_errors, error_of, on_ranks, settle
+from tests.support.local_pipelines import assert_errors, error_of, on_ranks, settle, token_loss
 from tests.support.reference import reference_step
 
 NAMES = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["norm", "output"]]
@@ -21,17 +20,13 @@ def whole_model(is_tied=False):
     return model
 
 
-def token_loss(output, target):
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def batch():
     generator = torch.Generator().manual_seed(5)
     return torch.randint(5, (8, 3), generator=generator), torch.randint(5, (8, 3), generator=generator)
 
 
-def train(rank, schedule, names=NAMES, is_tied=False, **options):
-    model = whole_model(is_tied)
+def train(rank, schedule, names=NAMES, is_tied=False, model=None, **options):
+    model = model or whole_model(is_tied)
     pipelined = pipeline_llm(model, names, schedule, 4, token_loss, **options)
     tokens, labels = batch()
     targets, losses = (labels, []) if pipelined.pp_has_last_stage else (None, None)
@@ -111,15 +106,8 @@ def test_every_part_is_prepared_before_it_is_used():
     def case(transport):
         with torch.device("meta"):
             model = Model().to(torch.float64)
-        pipelined = pipeline_llm(
-            model, NAMES, "Interleaved1F1B", 4, token_loss, prepare=prepare, device="cpu", transport=transport
-        )
-        tokens, labels = batch()
-        losses = []
-        pipelined.pp_schedule.step(tokens, target=labels, losses=losses)
-        pipelined.pp_schedule.close()
-        found = {name: p.grad for part in pipelined.model_parts for name, p in part.named_parameters()}
-        return losses if pipelined.pp_has_last_stage else None, found
+        options = {"prepare": prepare, "device": "cpu", "transport": transport}
+        return train(transport.rank, "Interleaved1F1B", model=model, **options)
 
     check(on_ranks(2, case))
 
