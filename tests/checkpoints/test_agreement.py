@@ -12,9 +12,15 @@ from penstock.execute.transport.rank_names import RankNames
 from tests.support.local_pipelines import error_of, on_ranks
 
 
-def errors_of(failing_rank, failure, error_type):
-    """What two ranks raise where one of them fails."""
-
+@pytest.mark.parametrize(
+    ("failing_rank", "failure", "error_type", "words"),
+    [
+        (1, CheckpointError("full"), CheckpointError, "full"),
+        (1, KeyError("x"), CheckpointError, "KeyError: 'x'"),
+        *((0, kind("full"), NotSaved, "full") for kind in (NotSaved, CheckpointError, PipelineError)),
+    ],
+)
+def test_an_error_of_one_rank_is_one_of_the_type_that_is_asked_for_on_all(failing_rank, failure, error_type, words):
     def case(wires):
         def make():
             if wires.rank == failing_rank:
@@ -22,23 +28,12 @@ def errors_of(failing_rank, failure, error_type):
 
         return error_of(Control(wires).together, make, failing_as(error_type))
 
-    return on_ranks(2, case)
+    errors = on_ranks(2, case)
 
-
-@pytest.mark.parametrize(("failure", "words"), [(CheckpointError("full"), "full"), (KeyError("x"), "KeyError: 'x'")])
-def test_an_error_of_one_rank_is_an_error_on_all(failure, words):
-    first, second = errors_of(1, failure, CheckpointError)
-
-    assert second is failure
-    assert (type(first), str(first)) == (CheckpointError, f"rank 1: {words}")
-
-
-@pytest.mark.parametrize("failure", [NotSaved("full"), CheckpointError("full"), PipelineError("full")])
-def test_every_rank_raises_the_type_that_is_asked_for(failure):
-    own, other = errors_of(0, failure, NotSaved)
-
-    assert (type(own), str(own)) == (NotSaved, "full")
-    assert (type(other), str(other)) == (NotSaved, "rank 0: full")
+    local, other = errors[failing_rank], errors[1 - failing_rank]
+    assert local is failure or (type(local), str(local)) == (error_type, words)
+    assert isinstance(local, (error_type, KeyError))
+    assert (type(other), str(other)) == (error_type, f"rank {failing_rank}: {words}")
 
 
 def test_what_differs_is_named_with_the_rank():

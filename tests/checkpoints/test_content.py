@@ -4,21 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.checkpoints.content import Content, file_name, names_in_checkpoint, owned_names
+from penstock.checkpoints.content import Content, names_in_checkpoint, owned_names
 from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import on_ranks
-from tests.train.local_ranks import small_layers, small_pipeline
-
-
-def contents(num_ranks, case, *, tied_head=False, **options):
-    def on_rank(transport):
-        with_options = small_pipeline(transport, small_layers(tied_head=tied_head), **options)
-        found = case(with_options)
-        with_options.close()
-        return found
-
-    return on_ranks(num_ranks, on_rank)
+from tests.train.local_ranks import on_small_pipelines
 
 
 def described(pipeline):
@@ -27,7 +17,7 @@ def described(pipeline):
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 3), ("dualpipe", 2), ("chimera", 4)])
 def test_every_tensor_is_saved_by_one_rank_that_has_it(schedule, num_ranks):
-    everyone = contents(num_ranks, described, schedule=schedule, **({"microbatches": 8} if num_ranks == 4 else {}))
+    everyone = on_small_pipelines(num_ranks, described, schedule=schedule, microbatches=8)
     owned = owned_names(everyone)
 
     assert sorted(name for names in owned for name in names) == sorted(
@@ -35,18 +25,6 @@ def test_every_tensor_is_saved_by_one_rank_that_has_it(schedule, num_ranks):
     )
     assert all(names <= told["weights"].keys() for names, told in zip(owned, everyone, strict=True))
     assert all(owned), "every rank saves something"
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_tied_weight_is_looked_for_under_its_owners_name(num_ranks):
-    own_names = contents(num_ranks, lambda pipeline: dict(pipeline.owner_names), tied_head=True)
-    told = contents(num_ranks, described, tied_head=True)
-
-    names = contents(num_ranks, lambda pipeline: names_in_checkpoint(pipeline, own_names), tied_head=True)
-
-    assert names[-1]["head.weight"] == "embedding.weight"
-    assert names[0]["norm.weight" if num_ranks == 1 else "embedding.weight"] in told[0]["weights"]
-    assert not any("head.weight" in each["weights"] for each in told)
 
 
 def test_an_owner_that_lists_its_parameter_under_another_name_is_found():
@@ -89,7 +67,3 @@ def test_extra_state_that_is_no_tensor_is_refused():
     with pytest.raises(CheckpointError, match=r"'0\._extra_state' is a dict, which is no tensor"):
         Content.of(pipeline, None)
     pipeline.close()
-
-
-def test_files_are_named_after_rank_and_number_of_ranks():
-    assert file_name("weights", 1, 4) == "weights-00002-of-00004.safetensors"

@@ -25,7 +25,7 @@ def names(folder):
     return sorted(path.name for path in folder.path.iterdir())
 
 
-def test_nothing_is_a_checkpoint_before_it_is_announced(folder):
+def test_nothing_is_a_checkpoint_before_it_is_announced_and_the_newest_is_the_first(folder):
     assert folder.steps() == []
     partial = folder.begin(3)
 
@@ -33,12 +33,8 @@ def test_nothing_is_a_checkpoint_before_it_is_announced(folder):
     assert folder.announce(partial, 3) == folder.path / "step-3"
     assert folder.steps() == [3]
     assert not partial.exists()
-
-
-def test_the_newest_is_the_first(folder):
     announce(folder, 9, 100, 20)
-
-    assert folder.steps() == [100, 20, 9]
+    assert folder.steps() == [100, 20, 9, 3]
 
 
 @pytest.mark.parametrize("name", ["step-", "step-01", "step-x", "step-1.damaged-1", "step-1.abc.partial", "other"])
@@ -46,15 +42,11 @@ def test_other_names_are_no_steps(folder, name):
     assert step_of(folder.path / name) is None
 
 
-def test_a_checkpoint_is_never_written_over(folder):
+def test_a_checkpoint_is_never_written_over_but_set_aside_to_make_room(folder):
     announce(folder, 3)
 
     with pytest.raises(CheckpointError, match="step-3: exists already, and a checkpoint is never written over"):
         announce(folder, 3)
-
-
-def test_a_damaged_one_makes_room(folder):
-    announce(folder, 3)
     assert folder.set_aside(3).name == "step-3.damaged-1"
     announce(folder, 3)
     assert folder.set_aside(3).name == "step-3.damaged-2"

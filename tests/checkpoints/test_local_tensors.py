@@ -1,7 +1,5 @@
 """What a replica holds of a tensor."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ def part(local, shape, mesh, placement):
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def test_a_plain_tensor_is_whole():
+def test_a_plain_tensor_and_a_number_that_replicas_hold_alike_are_whole():
     parameter = nn.Parameter(torch.ones(3, 2))
 
     held = local_tensor_of("w", parameter, places_of(1, 2))
@@ -32,6 +30,10 @@ def test_a_plain_tensor_is_whole():
     assert not held.local.requires_grad
     whole = torch.zeros(3, 2)
     assert held.place_in(whole) is whole
+    assert distributed_like(torch.zeros(3, 2), whole) is whole
+
+    number = local_tensor_of("w", part(torch.tensor(2.0), (), mesh_of(2), Replicate()), places_of(0, 2))
+    assert (number.shape, number.rows, number.local.item()) == ((), None, 2.0)
 
 
 def test_a_shard_is_its_rows_in_the_memory_of_the_model():
@@ -44,13 +46,6 @@ def test_a_shard_is_its_rows_in_the_memory_of_the_model():
     assert type(held.local) is torch.Tensor
     assert held.local.data_ptr() == parameter.to_local().data_ptr()
     assert held.place_in(torch.arange(15).view(5, 3)).tolist() == [[9, 10, 11], [12, 13, 14]]
-
-
-def test_a_number_that_replicas_hold_alike_is_whole():
-    held = local_tensor_of("w", part(torch.tensor(2.0), (), mesh_of(2), Replicate()), places_of(0, 2))
-
-    assert (held.shape, held.rows) == ((), None)
-    assert held.local.item() == 2.0
 
 
 @pytest.mark.parametrize(
@@ -77,25 +72,15 @@ def test_what_is_made_alike_has_the_rows_it_was_given_and_its_own_type():
     made = distributed_like(like, local)
 
     assert isinstance(made, DTensor)
-    assert (made.shape, made.stride(), made.placements, made.dtype) == (
-        like.shape,
-        like.stride(),
-        like.placements,
-        torch.float64,
-    )
+    assert (made.shape, made.stride(), made.placements) == (like.shape, like.stride(), like.placements)
+    assert made.dtype is torch.float64
     assert torch.equal(made.to_local(), local)
     assert local_tensor_of("w", made, places_of(1, 2)).rows == range(3, 5)
 
 
-def test_what_is_made_like_a_plain_tensor_is_that_tensor():
-    tensor = torch.ones(2)
-
-    assert distributed_like(torch.zeros(2), tensor) is tensor
-
-
 def test_a_wrapped_tensor_of_several_dimensions_of_a_mesh_is_refused():
-    strange = SimpleNamespace(mesh=DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False, _rank=0))
-    tensor = DTensor.from_local(torch.ones(2, 2), strange.mesh, [Shard(0), Replicate()], run_check=False)
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False, _rank=0)
+    tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Replicate()], run_check=False)
 
     with pytest.raises(CheckpointError, match="is a DTensor of shape"):
         local_tensor_of("w", tensor, places_of(0, 4))

@@ -69,11 +69,9 @@ def test_a_file_that_is_cut_short_is_found(tmp_path, kept):
         read_manifest(tmp_path)
 
 
-def test_a_newer_format_is_told_from_damage(tmp_path, monkeypatch):
-    text = manifest_bytes(small_manifest())
-    body = json.loads(text)["checkpoint"] | {"version": 2, "penstock": "0.9.0", "other": 1}
-    newer = json.dumps(body, separators=(",", ":")).encode()
-    write(tmp_path, b'{"sha256":"' + manifest._digest(newer) + b'","checkpoint":' + newer + b"}\n")
+def test_a_newer_format_is_told_from_damage(tmp_path):
+    body = json.loads(manifest_bytes(small_manifest()))["checkpoint"] | {"version": 2, "penstock": "0.9.0", "other": 1}
+    write_signed(tmp_path, json.dumps(body).encode())
 
     with pytest.raises(
         UnreadableFormat, match=r"has format penstock-checkpoint 2, written by Penstock 0\.9\.0; expected"
@@ -81,21 +79,17 @@ def test_a_newer_format_is_told_from_damage(tmp_path, monkeypatch):
         read_manifest(tmp_path)
 
 
-def test_a_key_that_is_wrong_is_named(tmp_path):
-    write_signed(tmp_path, json.dumps(small_manifest().model_dump() | {"step": -1}).encode())
-
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json: step: Input should be greater"):
-        read_manifest(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["../../x", "/dev/zero", "a/b", "..", "", "a\0b"])
-def test_a_file_outside_of_the_folder_is_refused(tmp_path, name):
-    entry = {"dtype": "F32", "shape": [2], "file": name}
-    whole = small_manifest().model_dump()
-    for change in ({"weights": {"w": entry}}, {"files": {name: {"num_bytes": 80, "sha256": "0" * 64}}}):
-        write_signed(tmp_path, json.dumps(whole | change).encode())
+def test_a_wrong_key_and_a_file_outside_of_the_folder_are_refused(tmp_path, name):
+    outside = "is not the name of a file in the same folder"
+    for change, told in (
+        ({"step": -1}, r"checkpoint\.json: step: Input should be greater"),
+        ({"weights": {"w": {"dtype": "F32", "shape": [2], "file": name}}}, outside),
+        ({"files": {name: {"num_bytes": 80, "sha256": "0" * 64}}}, outside),
+    ):
+        write_signed(tmp_path, json.dumps(small_manifest().model_dump() | change).encode())
 
-        with pytest.raises(CheckpointError, match="is not the name of a file in the same folder"):
+        with pytest.raises(CheckpointError, match=told):
             read_manifest(tmp_path)
 
 
@@ -116,15 +110,11 @@ def test_text_that_is_no_object_is_refused(tmp_path, body):
         read_manifest(tmp_path)
 
 
-def test_a_folder_without_it_is_not_whole(tmp_path):
+def test_a_folder_without_it_is_not_whole_and_one_of_pickles_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no checkpoint\.json, which is written last"):
         read_manifest(tmp_path)
     with pytest.raises(CheckpointError, match="missing: there is no such folder"):
         read_manifest(tmp_path / "missing")
-
-
-def test_a_folder_of_pickles_is_refused(tmp_path):
     (tmp_path / "model.pt").write_bytes(pickle.dumps({}))
-
     with pytest.raises(UnreadableFormat, match=r"holds a pickle \(model\.pt\), which could run any code"):
         read_manifest(tmp_path)

@@ -130,11 +130,13 @@ def test_what_an_optimizer_needs_is_looked_for_before_anything_changes():
     optimizer = torch.optim.SGD(given.values())
     dropped = saved()
     del dropped.state["b"].tensors["v"]
+    groups = [{"options": {"lr": 0.1 * len(names)}, "parameters": list(names)} for names in ("ab", "c")]
     cases = {
         "here: was saved without an optimizer": None,
         "here: holds the state of Adam, but the optimizer is SGD": saved(name="Adam"),
         "here: SGD held no parameter 'c'": saved(groups=[{"options": {}, "parameters": ["a", "b"]}]),
         "here: the optimizer's state of 'b' lacks v, which others have": dropped,
+        "here: 'a' and another parameter of its group had different options": saved(groups=groups),
     }
 
     require_loadable(optimizer, saved(), names_of(given), "here")
@@ -168,14 +170,6 @@ def test_matrices_and_vectors_of_a_group_may_keep_other_tensors():
     require_loadable(optimizer, entry, names_of(given), "here")
 
 
-def test_groups_of_other_parameters_are_refused_before_anything_changes():
-    given = parameters()
-    groups = [{"options": {"lr": 0.1 * len(names)}, "parameters": list(names)} for names in ("ab", "c")]
-
-    with pytest.raises(CheckpointError, match="here: 'a' and another parameter of its group had different options"):
-        require_loadable(torch.optim.SGD(given.values()), saved(groups=groups), names_of(given), "here")
-
-
 def test_an_optimizer_within_another_is_named_with_it():
     class Outer(torch.optim.SGD):
         def __init__(self, given, inner):
@@ -192,17 +186,16 @@ def test_an_optimizer_within_another_is_named_with_it():
         require_loadable(own, saved(name="Outer(SGD)"), names_of(given), "here")
 
 
-def test_a_parameter_that_is_not_of_the_pipeline_is_refused():
+@pytest.mark.parametrize(
+    ("more", "options", "told"),
+    [
+        ([nn.Parameter(torch.ones(5))], {}, r"a parameter of shape \(5,\) that is none of the pipeline's"),
+        ([], {"hook": print}, "hook: builtin_function_or_method of the optimizer cannot be saved"),
+    ],
+)
+def test_what_can_not_be_saved_is_named(more, options, told):
     given = parameters()
-    optimizer = torch.optim.SGD([*given.values(), nn.Parameter(torch.ones(5))])
+    optimizer = torch.optim.SGD([{"params": [*given.values(), *more], **options}])
 
-    with pytest.raises(CheckpointError, match=r"a parameter of shape \(5,\) that is none of the pipeline's"):
-        optimizer_content(optimizer, names_of(given))
-
-
-def test_what_can_not_be_saved_is_named():
-    given = parameters()
-    optimizer = torch.optim.SGD([{"params": list(given.values()), "hook": print}])
-
-    with pytest.raises(CheckpointError, match="hook: builtin_function_or_method of the optimizer cannot be saved"):
+    with pytest.raises(CheckpointError, match=told):
         optimizer_content(optimizer, names_of(given))

@@ -31,21 +31,15 @@ def loaded(path, num_ranks=2, **options):
     return {name: value for part in parts for name, value in part.items()}
 
 
-def in_shards(weights, folder):
-    names, index = sorted(weights), {}
-    for number, part in enumerate((names[:5], names[5:]), start=1):
-        file = f"model-{number}-of-2.safetensors"
-        save_file({name: weights[name].contiguous() for name in part}, folder / file)
-        index |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-
-
-def test_one_file_is_loaded_by_any_number_of_ranks(weights, tmp_path):
+def test_one_file_is_loaded_by_any_number_of_ranks_which_convert_types(weights, tmp_path):
     save_file(weights, tmp_path / "some.safetensors")
 
     for num_ranks in (1, 3):
         assert_equal(loaded(tmp_path / "some.safetensors", num_ranks), weights)
     assert_equal(loaded(tmp_path), weights)
+    rounded = {name: value.to(torch.bfloat16) for name, value in weights.items()}
+    save_file(rounded, tmp_path / "some.safetensors")
+    assert_equal(loaded(tmp_path), {name: value.float() for name, value in rounded.items()})
 
 
 def test_a_checkpoint_and_a_run_folder_are_loaded(weights, tmp_path):
@@ -55,12 +49,6 @@ def test_a_checkpoint_and_a_run_folder_are_loaded(weights, tmp_path):
         assert_equal(loaded(path), weights)
     save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "weights.safetensors")
     assert find_weights(tmp_path) == tmp_path / "weights.safetensors"
-
-
-def test_types_are_converted(weights, tmp_path):
-    save_file({name: value.to(torch.bfloat16) for name, value in weights.items()}, tmp_path / "a.safetensors")
-
-    assert_equal(loaded(tmp_path), {name: value.to(torch.bfloat16).float() for name, value in weights.items()})
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -79,39 +67,13 @@ def test_a_tied_weight_exported_once_is_loaded_everywhere(tmp_path, num_ranks):
         (lambda folder: None, "missing: there is no such file or folder"),
         (lambda folder: (folder / "missing").write_bytes(pickle.dumps({})), "missing: is no safetensors file"),
         (lambda folder: (folder / "missing").mkdir(), "holds neither weights nor a checkpoint"),
+        (lambda folder: torch.save({}, folder / "a.bin"), "It holds a pickle (a.bin), which is not read."),
     ],
 )
 def test_what_is_no_weights_is_refused(tmp_path, damage, words):
     damage(tmp_path)
 
-    assert words in str(error_of(lambda: loaded(tmp_path / "missing")))
-
-
-def test_a_pickle_is_named(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-
-    assert "It holds a pickle (pytorch_model.bin), which is not read." in str(error_of(lambda: loaded(tmp_path)))
-
-
-def test_weights_of_another_model_are_refused_and_nothing_is_changed(weights, tmp_path):
-    cases = {
-        "is of another model: it has no 'norm.weight'": {n: v for n, v in weights.items() if n != "norm.weight"},
-        "is of another model, which also has 'more'": {**weights, "more": torch.zeros(1)},
-        "'norm.weight' has the shape (3,); expected (16,). Make the same model": {
-            **weights,
-            "norm.weight": torch.zeros(3),
-        },
-    }
-    pipeline = small_pipeline(None)
-    before = {name: value.clone() for name, value in pipeline.state_dict().items()}
-
-    for number, (words, content) in enumerate(cases.items()):
-        save_file(content, tmp_path / f"{number}.safetensors")
-        error = error_of(lambda number=number: load_weights(tmp_path / f"{number}.safetensors", pipeline))
-        assert isinstance(error, CheckpointError)
-        assert words in str(error)
-    assert_equal(pipeline.state_dict(), before)
-    pipeline.close()
+    assert words in str(error_of(lambda: loaded(tmp_path if "a.bin" in words else tmp_path / "missing")))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {"a": "../b.safetensors"}}', '{"weight_map": 3}'])
@@ -122,10 +84,17 @@ def test_a_wrong_index_is_named(tmp_path, text):
         files_of(tmp_path)
 
 
-def test_weights_of_another_model_are_found_by_names_and_shapes_before_a_model_is_built(weights, tmp_path):
+def test_weights_of_another_model_are_found_by_names_and_shapes_with_and_without_a_model(weights, tmp_path):
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
     train_on(2, 0, 1, save=tmp_path / "checkpoints")
-    in_shards(weights, (tmp_path / "shards").mkdir() or tmp_path / "shards")
+    (tmp_path / "shards").mkdir()
+    names = sorted(weights)
+    files = {name: f"{name in names[:5]}.safetensors" for name in names}
+    for file in set(files.values()):
+        save_file(
+            {name: weights[name].contiguous() for name in names if files[name] == file}, tmp_path / "shards" / file
+        )
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     save_file(weights, tmp_path / "one.safetensors")
     wrong = {
         "it has no 'more'": {**shapes, "more": (1,)},
@@ -137,6 +106,12 @@ def test_weights_of_another_model_are_found_by_names_and_shapes_before_a_model_i
         require_weights(path, shapes)
         for words, expected in wrong.items():
             assert words in str(error_of(require_weights, path, expected))
+    with small_pipeline(None, small_layers()[:-2]) as pipeline:
+        before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        error = error_of(load_weights, tmp_path / "one.safetensors", pipeline)
+        assert isinstance(error, CheckpointError)
+        assert "which also has 'head.weight', 'norm.weight'" in str(error)
+        assert_equal(pipeline.state_dict(), before)
 
 
 def test_the_newest_checkpoint_that_can_be_read_is_compared(weights, tmp_path):

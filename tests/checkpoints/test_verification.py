@@ -107,7 +107,7 @@ def test_a_tensor_that_the_writer_dropped_is_found(folder, part):
     assert "dropped" in found.damaged[0]
 
 
-def test_all_are_named_where_none_verifies(folder):
+def test_all_are_named_where_none_verifies_and_a_folder_without_any_is_refused(folder, tmp_path):
     for step in (1, 2):
         (folder / f"step-{step}" / MANIFEST).unlink()
 
@@ -117,59 +117,39 @@ def test_all_are_named_where_none_verifies(folder):
     assert str(errors[0]) == str(errors[1])
     assert "none of 2 checkpoints is as it was written. Put back a copy that is whole" in str(errors[0])
     assert "step-1: holds no checkpoint.json" in str(errors[0])
+    (tmp_path / "none").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"none: holds no checkpoint; expected folders step-N, .*latest_checkpoint"
+    ):
+        find(tmp_path / "none")
 
 
-def test_a_folder_without_any_is_refused(tmp_path):
-    error = error_of(lambda: find(tmp_path))
-
-    assert isinstance(error, CheckpointError)
-    expected = (
-        "holds no checkpoint; expected folders step-N, each with a checkpoint.json. penstock.latest_checkpoint tells"
-    )
-    assert str(error) == f"{tmp_path}: {expected} before whether there is one"
+def latest(first, second):
+    """Return what `latest_checkpoint` returns or raises on two ranks, each with a path of its own."""
+    return on_small_pipelines(2, lambda pipeline: error_of(latest_checkpoint, (first, second)[pipeline.rank], pipeline))
 
 
-def latest(folder, num_ranks=2):
-    """Return what `latest_checkpoint` returns on every rank."""
-    return on_small_pipelines(num_ranks, lambda pipeline: latest_checkpoint(folder, pipeline))
+def test_the_latest_checkpoint_is_the_one_that_rank_0_sees(folder, tmp_path):
+    def latest_on(num_ranks, *paths):
+        return on_small_pipelines(num_ranks, lambda pipeline: latest_checkpoint(paths[pipeline.rank], pipeline))
 
-
-def test_the_latest_checkpoint_is_told_before_training(folder):
-    assert latest(folder) == [folder / "step-2"] * 2
-    assert latest(str(folder / "step-1"), 1) == [folder / "step-1"]
-
-
-def test_a_folder_that_is_empty_or_not_there_has_no_latest_checkpoint(tmp_path):
     (tmp_path / "empty").mkdir()
+    nowhere = tmp_path / "nowhere"
 
-    assert latest(tmp_path / "empty") == [None, None]
-    assert latest(tmp_path / "nowhere") == [None, None]
-    assert not (tmp_path / "nowhere").exists()
-
-
-def test_what_rank_0_sees_counts_on_all_ranks(folder, tmp_path):
-    def case(pipeline):
-        return latest_checkpoint(folder if pipeline.rank == 0 else tmp_path / "late", pipeline)
-
-    assert on_small_pipelines(2, case) == [folder / "step-2"] * 2
+    assert latest_on(1, str(folder / "step-1")) == [folder / "step-1"]
+    for other in (folder, nowhere, None):
+        assert latest_on(2, folder, other) == [folder / "step-2"] * 2
+    assert latest_on(2, tmp_path / "empty", folder) == latest_on(2, nowhere, nowhere) == [None, None]
+    assert not nowhere.exists()
 
 
-def test_where_no_checkpoint_can_be_every_rank_is_told(tmp_path):
+def test_where_no_checkpoint_can_be_every_rank_is_told(folder, tmp_path):
     (tmp_path / "file").write_text("")
 
-    errors = on_small_pipelines(2, lambda pipeline: error_of(latest_checkpoint, tmp_path / "file", pipeline))
-
+    errors = latest(tmp_path / "file", tmp_path / "file")
     assert [type(error) for error in errors] == [CheckpointError] * 2
     assert "file: is no folder" in str(errors[1])
-
-
-def test_a_name_that_is_no_path_is_an_error_on_all_ranks_only_where_rank_0_has_it(folder):
-    def case(pipeline, rank):
-        return latest_checkpoint(None if pipeline.rank == rank else folder, pipeline)
-
-    errors = on_small_pipelines(2, lambda pipeline: error_of(case, pipeline, 0))
-    assert "TypeError" in str(errors[1])
-    assert on_small_pipelines(2, lambda pipeline: case(pipeline, 1)) == [folder / "step-2"] * 2
+    assert "TypeError" in str(latest(None, folder)[1])
 
 
 def test_a_pickle_in_the_newest_is_refused_and_no_older_one_taken(folder):

@@ -7,16 +7,11 @@ from penstock.checkpoints.weight_format import PLAIN
 ENTRIES = {"a.weight": ("F32", [2, 3]), "b": ("I64", [])}
 
 
-def test_every_tensor_is_a_unit_of_its_own_name(tmp_path):
-    units = PLAIN.units(ENTRIES)
+def test_every_tensor_is_a_unit_of_its_own_name_that_stays_as_it_is_and_nothing_else_is_written(tmp_path):
+    units, tensors = PLAIN.units(ENTRIES), {"b": torch.tensor(1)}
 
     assert [unit["names"] for unit in units] == [["a.weight"], ["b"]]
     assert [unit["file_types"] for unit in units] == [{"a.weight": ("F32", [2, 3])}, {"b": ("I64", [])}]
-
-
-def test_tensors_stay_as_they_are_and_nothing_else_is_written(tmp_path):
-    tensors = {"b": torch.tensor(1)}
-
     assert PLAIN.stem == "weights"
     assert PLAIN.convert(tensors) is tensors
     PLAIN.require_all([])

@@ -239,22 +239,14 @@ def test_all_files_follow_the_umask(tmp_path, umask, mode, on_one_rank):
 
 
 def test_the_last_ones_stay(tmp_path, on_one_rank):
-    _, _, checkpoints = on_one_rank(tmp_path, keep_last=2, keep_every=3)
-    for step in range(1, 7):
-        checkpoints.save(step)
-    checkpoints.finish()
-
+    pipeline, optimizer, checkpoints = on_one_rank(tmp_path, keep_last=2, keep_every=3)
+    save_all(checkpoints, *range(1, 7))
     assert names(tmp_path) == ["step-3", "step-5", "step-6"]
 
-
-def test_so_many_checkpoints_stay_as_are_asked_for(tmp_path, on_one_rank):
-    pipeline, optimizer, _ = on_one_rank(tmp_path)
-    for step in range(1, 5):
-        save_checkpoint(tmp_path, pipeline, optimizer, step=step, keep=2)
-    assert names(tmp_path) == ["step-3", "step-4"]
-
-    save_checkpoint(tmp_path, pipeline, optimizer, step=5)
-    assert names(tmp_path) == ["step-3", "step-4", "step-5"]
+    save_checkpoint(tmp_path, pipeline, optimizer, step=7, keep=2)
+    assert names(tmp_path) == ["step-6", "step-7"]
+    save_checkpoint(tmp_path, pipeline, optimizer, step=8)
+    assert names(tmp_path) == ["step-6", "step-7", "step-8"]
 
 
 @pytest.mark.parametrize("keep", [-1, True, 1.5, "3", None])

@@ -12,22 +12,10 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def train(
-    transport,
-    begin,
-    end,
-    *,
-    save=None,
-    load=None,
-    dtype="float32",
-    tied_head=False,
-    optimizer=adamw,
-    layers=None,
-    **options,
-):
+def train(transport, begin, end, *, save=None, load=None, tied_head=False, **options):
     """Train from step `begin` to `end`, counted from 0; return losses, weights by name, and what was loaded."""
-    pipeline = small_pipeline(transport, layers or small_layers(dtype, tied_head), **options)
-    stepper = optimizer(list(pipeline.parameters()))
+    pipeline = small_pipeline(transport, small_layers(tied_head=tied_head), **options)
+    stepper = adamw(pipeline.parameters())
     extra = None if load is None else load_checkpoint(load, pipeline, stepper)
     losses = []
     for step in range(begin, end):
