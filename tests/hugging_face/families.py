@@ -85,18 +85,18 @@ def batch_of(kind):
     return tokens, labels, {}
 
 
-def accumulated(model, tokens, labels, keywords, num_microbatches=NUM_MICROBATCHES):
+def accumulated(model, tokens, labels, keywords, loss_of=lambda output: output.loss):
     """Return loss and gradients of the model itself, one microbatch after another, without a cache."""
     model.zero_grad()
     model.train()
     number = (labels[:, 1:] != -100).sum()
-    size = ROWS // num_microbatches
+    size = ROWS // NUM_MICROBATCHES
     total = 0.0
     for begin in range(0, ROWS, size):
         rows = slice(begin, begin + size)
         own = {name: value[rows] for name, value in keywords.items()}
         given = {"input_ids": tokens[rows], "labels": labels[rows], "num_items_in_batch": number}
-        loss = model(**given, **own, use_cache=False).loss
+        loss = loss_of(model(**given, **own, use_cache=False))
         loss.backward()
         total += loss.item()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

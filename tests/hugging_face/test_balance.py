@@ -6,7 +6,7 @@ import torch
 import penstock as ps
 from penstock.errors import ConfigError
 from penstock.hugging_face.balance import Balance
-from tests.hugging_face.families import NUM_MICROBATCHES, ROWS, batch_of, furthest, model_of
+from tests.hugging_face.families import NUM_MICROBATCHES, accumulated, batch_of, furthest, model_of
 from tests.hugging_face.test_from_transformers import LARGEST, trained
 
 pytest.importorskip("transformers")
@@ -16,17 +16,14 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 def reference(model, tokens, labels, keywords):
     """Return gradients and the mean balance loss of the model itself, one microbatch after another."""
-    number, size = (labels[:, 1:] != -100).sum(), ROWS // NUM_MICROBATCHES
     losses = []
-    for begin in range(0, ROWS, size):
-        rows = slice(begin, begin + size)
-        own = {name: value[rows] for name, value in keywords.items()}
-        output = model(input_ids=tokens[rows], labels=labels[rows], num_items_in_batch=number, use_cache=False, **own)
-        balance = BALANCED["router_aux_loss_coef"] * output.aux_loss
-        (output.loss - balance + balance / NUM_MICROBATCHES).backward()
+
+    def loss_of(output):
         losses.append(output.aux_loss.item())
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
+        balance = BALANCED["router_aux_loss_coef"] * output.aux_loss
+        return output.loss - balance + balance / NUM_MICROBATCHES
+
+    _, gradients = accumulated(model, tokens, labels, keywords, loss_of)
     return gradients, sum(losses) / len(losses)
 
 

@@ -111,12 +111,13 @@ def test_a_batch_that_the_model_or_a_pipeline_does_not_take_is_refused():
     pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, layers.loss, count=layers.count, ranks=1)
     tokens, labels, keywords = batch_of("padded")
 
-    with pytest.raises(ps.StepRefused, match="GPT2LMHeadModel: multiple values for argument 'input_ids'"):
-        pipeline.step(tokens, input_ids=tokens, target=labels)
-    with pytest.raises(ps.StepRefused, match="GPT2LMHeadModel: missing a required argument: 'input_ids'"):
-        pipeline.step(target=labels, **keywords)
-    with pytest.raises(ps.StepRefused, match="'past_key_values' is no argument of a batch"):
-        pipeline.step(tokens, tokens, target=labels)
+    for told, args, named in (
+        ("GPT2LMHeadModel: multiple values for argument 'input_ids'", [tokens], {"input_ids": tokens}),
+        ("GPT2LMHeadModel: missing a required argument: 'input_ids'", [], keywords),
+        ("'past_key_values' is no argument of a batch", [tokens, tokens], {}),
+    ):
+        with pytest.raises(ps.StepRefused, match=told):
+            pipeline.step(*args, target=labels, **named)
     with pytest.raises(ps.StepRefused, match="as target="):
         pipeline.step(input_ids=tokens, labels=labels, **keywords)
 
@@ -133,26 +134,15 @@ def test_names_are_those_of_the_model_and_layers_are_embedding_blocks_and_norm_w
     assert [name for name, _ in layers[-1]().named_parameters()] == ["model.norm.weight", "lm_head.weight"]
     assert layers[0].weight == 0
     assert [layer.weight for layer in layers[1:7]] == [1.0] * 6
-    assert layers[-1].weight == 64 * 32 / (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+    attention, feed_forward = 2 * 32 * 32 + 2 * 16 * 32, 3 * 32 * 48
+    assert layers[-1].weight == 64 * 32 / (attention + feed_forward)
+    sparse = ps.from_transformers(config_of("mixtral"))[-1].weight  # of four experts a token uses two
+    assert sparse == pytest.approx(64 * 32 / (attention + 2 * feed_forward + 4 * 32))
     pipeline = ps.Pipeline(layers, "1f1b", 4, layers.loss, count=layers.count, ranks=1)
     assert pipeline.state_dict().keys() == model.state_dict().keys()
-
-
-def test_the_first_layer_of_gpt2_has_tokens_and_positions_and_its_head_is_tied():
-    layers = ps.from_transformers(config_of("gpt2"))
-    first = layers[0]()
-
-    assert [name for name, _ in first.named_parameters()] == ["transformer.wte.weight", "transformer.wpe.weight"]
-    assert layers[-1].tied == (("lm_head.weight", "transformer.wte.weight"),)
-
-
-def test_experts_count_as_far_as_a_token_uses_them():
-    dense = ps.from_transformers(config_of("llama"))[-1].weight
-    sparse = ps.from_transformers(config_of("mixtral"))[-1].weight
-
-    experts, attention = 3 * 32 * 48, 2 * 32 * 32 + 2 * 16 * 32
-    assert dense == 64 * 32 / (attention + experts)
-    assert sparse == pytest.approx(64 * 32 / (attention + 2 * experts + 4 * 32))
+    first, *_, last = ps.from_transformers(config_of("gpt2"))
+    assert [name for name, _ in first().named_parameters()] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert last.tied == (("lm_head.weight", "transformer.wte.weight"),)
 
 
 def test_a_config_draws_values_by_seed_and_name_whatever_the_split():
@@ -203,27 +193,14 @@ def test_layers_are_in_the_order_of_the_forward_and_not_of_the_definition():
     import transformers
 
     torch.manual_seed(0)
-    opt = {
-        "hidden_size": 16,
-        "ffn_dim": 16,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "word_embed_proj_dim": 16,
-    }
+    opt = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
     gpt = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64, **UNDROPPED}
     for config in (
-        transformers.OPTConfig(vocab_size=64, max_position_embeddings=64, dropout=0.0, **opt),
+        transformers.OPTConfig(vocab_size=64, max_position_embeddings=64, dropout=0.0, word_embed_proj_dim=16, **opt),
         transformers.OpenAIGPTConfig(vocab_size=64, **gpt),
     ):
         model = transformers.AutoModelForCausalLM.from_config(config)
         assert_gradients(ps.from_transformers(model), model, 2, "padded")
-
-
-def test_a_model_that_computes_its_loss_itself_is_refused():
-    import transformers
-
-    with pytest.raises(ps.ConfigError, match="BartForCausalLM computes its loss itself"):
-        ps.from_transformers(transformers.BartConfig(decoder_layers=1, is_encoder_decoder=False, is_decoder=True))
 
 
 class Logits(torch.nn.Module):
@@ -237,7 +214,7 @@ class Logits(torch.nn.Module):
         return self.classifier(input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-def test_a_classifier_that_pools_by_tokens_is_refused_and_its_logits_can_be_cut():
+def test_a_loss_of_its_own_and_pooling_by_tokens_are_refused_and_logits_of_a_classifier_can_be_cut():
     import transformers
 
     torch.manual_seed(0)
@@ -246,6 +223,8 @@ def test_a_classifier_that_pools_by_tokens_is_refused_and_its_logits_can_be_cut(
     tokens = tokens.masked_fill(keywords["attention_mask"] == 0, 0)
     with pytest.raises(ps.ConfigError, match=r"LlamaForSequenceClassification finds the last token.*ps\.cut"):
         ps.from_transformers(classifier)
+    with pytest.raises(ps.ConfigError, match="BartForCausalLM computes its loss itself"):
+        ps.from_transformers(transformers.BartConfig(decoder_layers=1, is_encoder_decoder=False, is_decoder=True))
 
     layers = ps.cut(Logits(classifier), ["classifier.model.layers.*"])
     pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, ranks=1)

@@ -21,17 +21,13 @@ def test_the_loss_is_that_of_the_model_and_counts_all_labels_but_the_first_and_t
     tokens, labels, _ = batch_of("plain")
     layers = ps.from_transformers(model)
     output = model(tokens, labels=labels)
+    unlabeled = torch.full_like(labels, -100)
 
     torch.testing.assert_close(layers.loss(output.logits, labels), output.loss)
     assert layers.count(labels) == 8 * 11 - 2 * 3
-
-
-def test_a_batch_without_labels_has_the_loss_0(model):
-    tokens, labels, _ = batch_of("plain")
-    layers = ps.from_transformers(model)
-
-    assert layers.loss(model(tokens).logits, torch.full_like(labels, -100)).item() == 0
-    assert layers.count(torch.full_like(labels, -100)) == 0
+    assert (layers.loss(output.logits, unlabeled).item(), layers.count(unlabeled)) == (0, 0)
+    assert layers.config is model.config
+    assert layers[-2:] == [*layers][-2:]
 
 
 def test_labels_of_another_length_are_refused_by_both_shapes(model):
@@ -58,15 +54,6 @@ def test_a_pipeline_takes_the_loss_and_the_count_of_the_model(model):
     own = ps.Pipeline(layers, "1f1b", 4, lambda logits, labels: logits.mean() * 0 + 3, ranks=1)
     assert own.step(tokens, target=labels, **keywords).loss == 3
     assert own.options.count is None
-
-
-def test_it_is_a_sequence_of_layers(model):
-    layers = ps.from_transformers(model)
-
-    assert len(layers) == 8
-    assert next(iter(layers)) is layers[0]
-    assert layers[-2:] == [*layers][-2:]
-    assert layers.config is model.config
 
 
 def test_what_ranks_have_trained_is_what_transformers_loads(tmp_path):

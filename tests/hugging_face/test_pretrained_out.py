@@ -1,6 +1,7 @@
 """What a pipeline writes is what transformers loads, and what it was read from comes back byte for byte."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -107,37 +108,41 @@ def small_files(monkeypatch):
 
 
 @pytest.mark.feature("X50")
-@pytest.mark.parametrize("family", [*FAMILIES, "hrm"])
-def test_a_folder_comes_back_byte_for_byte_in_one_file(tmp_path, family):
-    saved = saved_model(family, tmp_path / "from")
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "in_shards"),
+    [
+        *((family, 2, False) for family in [*FAMILIES, "hrm"]),
+        ("llama-tied", 1, True),
+        ("gpt2", 4, True),
+        ("mixtral", 4, True),
+    ],
+)
+def test_a_folder_comes_back_byte_for_byte_in_one_file_or_in_shards(
+    tmp_path, monkeypatch, family, num_ranks, in_shards
+):
+    shard_bytes = 5000 if in_shards else weight_files.FILE_BYTES
+    monkeypatch.setattr(weight_files, "FILE_BYTES", shard_bytes)
+    saved, to = saved_model(family, tmp_path / "from", shard_bytes=shard_bytes), tmp_path / "to"
 
-    on_ranks(2, go_round, saved, tmp_path / "to")
+    on_ranks(num_ranks, go_round, saved, to)
 
-    assert set(names(tmp_path / "to")) == {"model.safetensors", *CONFIG_FILES}
-    assert_same(all_tensors(tmp_path / "to"), all_tensors(tmp_path / "from"))
-    assert_same(loaded(tmp_path / "to").state_dict(), saved.state)
-    with safe_open(tmp_path / "to" / "model.safetensors", "pt") as file:
+    found = all_tensors(to)
+    assert_same(found, all_tensors(tmp_path / "from"))
+    assert_same(loaded(to).state_dict(), saved.state)
+    files = ["model.safetensors"]
+    if in_shards:
+        index = json.loads((to / "model.safetensors.index.json").read_text())
+        files = sorted(set(index["weight_map"].values()))
+        assert files == [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+        assert all(name in load_file(to / file) for name, file in index["weight_map"].items())
+        assert index["metadata"]["total_size"] == sum(each.nbytes for each in found.values())
+    assert set(names(to)) == {*files, *(["model.safetensors.index.json"] if in_shards else []), *CONFIG_FILES}
+    with safe_open(to / files[0], "pt") as file:
         assert file.metadata() == {"format": "pt"}  # which transformers asks for
 
 
-@pytest.mark.feature("X50")
-@pytest.mark.parametrize(("family", "num_ranks"), [("llama-tied", 1), ("gpt2", 4), ("mixtral", 4)])
-def test_a_folder_comes_back_byte_for_byte_in_shards(tmp_path, small_files, family, num_ranks):
-    saved = saved_model(family, tmp_path / "from", shard_bytes=5000)
-
-    on_ranks(num_ranks, go_round, saved, tmp_path / "to")
-
-    index = json.loads((tmp_path / "to" / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
-    assert set(names(tmp_path / "to")) == {*files, "model.safetensors.index.json", *CONFIG_FILES}
-    assert_same(all_tensors(tmp_path / "to"), all_tensors(tmp_path / "from"))
-    assert all(name in load_file(tmp_path / "to" / file) for name, file in index["weight_map"].items())
-    assert index["metadata"]["total_size"] == sum(each.nbytes for each in all_tensors(tmp_path / "to").values())
-    assert_same(loaded(tmp_path / "to").state_dict(), saved.state)
-
-
-def test_the_type_of_the_weights_is_in_the_config_and_the_model_given_stays_as_it_is(tmp_path, llama):
+def test_configs_are_the_models_with_the_type_of_the_weights_and_the_model_given_stays_as_it_is(tmp_path, llama):
+    llama.empty.generation_config.max_new_tokens = 7
     before = llama.empty.config.to_dict()
 
     on_ranks(2, go_round, llama, tmp_path / "to", 4, torch.bfloat16)
@@ -145,6 +150,7 @@ def test_the_type_of_the_weights_is_in_the_config_and_the_model_given_stays_as_i
     config = json.loads((tmp_path / "to" / "config.json").read_text())
     assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
     assert loaded(tmp_path / "to").dtype == torch.bfloat16
+    assert loaded(tmp_path / "to").generation_config.max_new_tokens == 7
     assert llama.empty.config.to_dict() == before
 
 
@@ -159,35 +165,6 @@ def test_tokenizer_files_of_the_source_are_copied_and_no_others(tmp_path, llama)
     assert {name: (tmp_path / "to" / name).read_text() for name in kept} == kept
 
 
-def test_the_generation_config_is_the_models(tmp_path, llama):
-    llama.empty.generation_config.max_new_tokens = 7
-
-    on_ranks(1, go_round, llama, tmp_path / "to")
-
-    assert loaded(tmp_path / "to").generation_config.max_new_tokens == 7
-
-
-def test_a_wrong_generation_config_is_one_error_on_all_ranks(tmp_path, llama):
-    llama.empty.generation_config.temperature = 0.5  # without sampling
-
-    told = refusals(llama, tmp_path / "to")
-
-    assert all("generation_config.json: transformers refuses it" in words for words in told)
-    assert names(tmp_path / "to") == []
-
-
-def refusals(saved, folder, empty=None):
-    """Return what each of two ranks is told where a pipeline cannot be written."""
-
-    def case(transport):
-        with pipeline_of(transport, saved, 4) as pipeline:
-            return error_of(save_pretrained, pipeline, folder, empty or saved.empty, saved.folder)
-
-    errors = on_ranks(2, case)
-    assert [type(error) for error in errors] == [NotSaved] * 2
-    return [str(error) for error in errors]
-
-
 @pytest.mark.parametrize(
     ("family", "options", "told"),
     [
@@ -195,15 +172,22 @@ def refusals(saved, folder, empty=None):
         ("llama", {"vocab_size": 65}, "has the shape (64, 16); expected (65, 16)"),
         ("llama", {"num_hidden_layers": 3}, "it has no 'model.layers.2."),
         ("llama-tied", {}, "has 'lm_head.weight' besides 'model.embed_tokens.weight'"),
+        ("llama", {}, "generation_config.json: transformers refuses it"),
     ],
-    ids=["another family", "another shape", "more layers", "tied weights"],
+    ids=["another family", "another shape", "more layers", "tied weights", "a temperature without sampling"],
 )
-def test_a_pipeline_of_another_model_is_refused_on_all_ranks_and_nothing_is_written(
-    tmp_path, llama, family, options, told
-):
+def test_what_cannot_be_written_is_refused_on_all_ranks_and_nothing_is_written(tmp_path, llama, family, options, told):
     other = saved_model(family, tmp_path / "other", **options)
+    if "generation" in told:
+        other.empty.generation_config.temperature = 0.5
 
-    assert all(told in words for words in refusals(llama, tmp_path / "to", other.empty))
+    def case(transport):
+        with pipeline_of(transport, llama, 4) as pipeline:
+            return error_of(save_pretrained, pipeline, tmp_path / "to", other.empty, llama.folder)
+
+    for error in on_ranks(2, case):
+        assert type(error) is NotSaved
+        assert told in str(error)
     assert names(tmp_path / "to") == []
 
 
@@ -222,10 +206,10 @@ def test_replicas_share_the_writing_also_where_they_hold_shards(tmp_path, monkey
     assert_same(all_tensors(tmp_path / "to"), all_tensors(tmp_path / "from"))
 
 
-def save_own(transport, saved, folder):
-    folder.mkdir(exist_ok=True)
+def save_own(transport, saved, folder, save=save_weights):
+    folder.mkdir(exist_ok=True, parents=True)
     with pipeline_of(transport, saved, 4) as pipeline:
-        save_weights(folder, pipeline)
+        save(folder, pipeline)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "mixtral", "hrm"])
@@ -244,7 +228,7 @@ def test_files_of_weights_are_converted_without_a_pipeline(tmp_path, family):
 def test_a_checkpoint_is_converted_and_a_damaged_one_is_refused(tmp_path):
     saved = saved_model("mixtral", tmp_path / "from")
     (tmp_path / "to").mkdir()
-    on_ranks(2, checkpoint, saved, tmp_path / "run" / "checkpoints")
+    on_ranks(2, save_own, saved, tmp_path / "run" / "checkpoints", partial(save_checkpoint, step=7))
 
     where = convert_weights(tmp_path / "run", tmp_path / "to", saved.empty, tmp_path / "from")
 
@@ -258,12 +242,6 @@ def test_a_checkpoint_is_converted_and_a_damaged_one_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="was changed or damaged"):
         convert_weights(tmp_path / "run", tmp_path / "to", saved.empty, tmp_path / "from")
     assert_same(all_tensors(tmp_path / "to"), all_tensors(tmp_path / "from"))
-
-
-def checkpoint(transport, saved, folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    with pipeline_of(transport, saved, 4) as pipeline:
-        save_checkpoint(folder, pipeline, None, step=7)
 
 
 def test_conversion_reads_a_tensor_of_the_files_at_a_time(tmp_path, small_files, monkeypatch):
@@ -315,25 +293,27 @@ def refused(path, folder, saved):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "new_name", "dtype", "told"),
     [
         (
             "lm_head.weight",
-            lambda tensor: {"lm_head.weight": tensor.to(torch.float8_e5m2)},
-            "own.safetensors: 'lm_head.weight' has the type F8_E5M2; expected F64, F32",
+            "lm_head.weight",
+            torch.float8_e5m2,
+            "own.safetensors: 'lm_head.weight' has the type F8_E5M2; ",
         ),
         (
             "model.norm.weight",
-            lambda tensor: {"model.norms.weight": tensor},
-            "which also has 'model.norms.weight'. Did you mean 'model.norm.weight'",
+            "model.norms.weight",
+            torch.float32,
+            "'model.norms.weight'. Did you mean 'model.norm.weight'",
         ),
     ],
     ids=["a type that files of Penstock cannot have", "another name"],
 )
-def test_a_file_that_is_none_of_the_model_is_not_converted(tmp_path, llama, name, change, told):
+def test_a_file_that_is_none_of_the_model_is_not_converted(tmp_path, llama, name, new_name, dtype, told):
     state = {name: value.clone() for name, value in llama.state.items()}
-    changed = change(state.pop(name))
-    save_file(state | changed, tmp_path / "own.safetensors")
+    changed = state.pop(name).to(dtype)
+    save_file(state | {new_name: changed}, tmp_path / "own.safetensors")
 
     assert told in refused(tmp_path / "own.safetensors", tmp_path / "to", llama)
 

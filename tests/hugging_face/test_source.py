@@ -52,46 +52,40 @@ def test_a_type_that_no_parameter_can_have_is_refused():
     assert "torch.int8" in refused(config_of("llama"), dtype=torch.int8)
 
 
-def test_an_adapter_around_a_model_is_named():
-    class PeftModel(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.base_model = model
+class PeftModel(nn.Module):
+    """An adapter around a model."""
 
-        def __getattr__(self, name):
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(self.base_model, name)
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
 
-    assert "a PeftModel; expected a causal language model" in refused(PeftModel(model_of("llama")))
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
 
 
-def test_a_model_that_is_no_decoder_is_named():
+def test_what_is_no_decoder_and_settings_that_a_pipeline_cannot_run_are_named():
     seq2seq = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4, vocab_size=9)
-    assert "has an encoder beside its decoder (t5)" in refused(seq2seq)
     vision = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    assert "makes no causal language model" in refused(vision)
-    assert "a Linear; expected a causal language model" in refused(nn.Linear(2, 2))
-
-
-def test_settings_that_a_pipeline_cannot_run_are_named():
-    quantized = config_of("llama")
+    quantized, (checkpointing, placed, doubled) = config_of("llama"), (model_of("llama") for _ in range(3))
     quantized.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    assert "quantization_config" in refused(quantized)
-    checkpointing = model_of("llama")
     checkpointing.gradient_checkpointing_enable()
-    assert "recompute=True" in refused(checkpointing)
-    placed = model_of("llama")
     placed.hf_device_map = {"": 0}
-    assert "device map" in refused(placed)
+    doubled.extra = nn.ModuleList([nn.Linear(2, 2)])
 
-
-def test_two_lists_of_layers_are_refused_by_name():
-    model = model_of("llama")
-    model.extra = nn.ModuleList([nn.Linear(2, 2)])
-
-    assert "has 2 lists of layers ('model.layers', 'extra')" in refused(model)
+    for told, source in {
+        "has an encoder beside its decoder (t5)": seq2seq,
+        "makes no causal language model": vision,
+        "a Linear; expected a causal language model": nn.Linear(2, 2),
+        "a PeftModel; expected a causal language model": PeftModel(placed),
+        "quantization_config": quantized,
+        "recompute=True": checkpointing,
+        "device map": placed,
+        "has 2 lists of layers ('model.layers', 'extra')": doubled,
+    }.items():
+        assert told in refused(source)
 
 
 def test_an_older_or_missing_library_is_told_with_the_way_to_install_it(monkeypatch):

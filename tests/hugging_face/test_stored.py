@@ -69,26 +69,20 @@ def test_a_header_that_says_something_else_is_refused(tmp_path, header, told):
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x02}q", (2**60).to_bytes(8, "little") + b"{}"])
-def test_a_file_that_is_cut_short_or_none_is_refused_and_allocates_nothing(tmp_path, content):
-    (tmp_path / "cut.safetensors").write_bytes(content)
-
-    with pytest.raises(CheckpointError, match="cannot be read as a safetensors file"):
-        stored_in(tmp_path / "cut.safetensors")
-
-
-def test_a_file_that_is_cut_after_it_was_opened_is_an_error(path):
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}q", (2**60).to_bytes(8, "little") + b"{}", None])
+def test_a_file_that_is_cut_short_or_none_is_refused_and_allocates_nothing(path, content):
     found, _ = stored_in(path)
     last = max(found.values(), key=lambda each: each.begin + each.num_bytes)
     os.truncate(path, path.stat().st_size - 1)
-
     with pytest.raises(CheckpointError, match="it ends 1 bytes too early"):
         last.read()
 
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"none.safetensors: cannot be read .*: No such file"):
-        stored_in(tmp_path / "none.safetensors")
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    told = "cannot be read .*: No such file" if content is None else "cannot be read as a safetensors file"
+    with pytest.raises(CheckpointError, match=rf"some\.safetensors: {told}"):
+        stored_in(path)
 
 
 def save(folder, **files):
@@ -121,26 +115,16 @@ def test_an_index_names_the_files_and_a_file_that_it_does_not_name_is_not_opened
     assert num_bytes == sum(path.stat().st_size for path in files) - data
 
 
-def test_what_a_file_holds_beside_the_index_is_found_too(tmp_path):
-    save(tmp_path, first=["a", "b"])
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "first.safetensors"}}))
-
-    assert stored_in_folder(tmp_path)[0].keys() == {"a", "b"}
-
-
-def test_of_a_name_that_two_files_have_the_index_says_which_counts(tmp_path):
+def test_of_a_name_that_two_files_have_the_index_says_which_counts_and_one_file_goes_before_an_index(tmp_path):
     save(tmp_path, first=["a", "b"], second=["a", "c"])
     for file in ("first", "second"):
-        listed = {"a": f"{file}.safetensors", "b": "first.safetensors", "c": "second.safetensors"}
-        (tmp_path / INDEX).write_text(json.dumps({"weight_map": listed}))
-
+        listed = {"a": f"{file}.safetensors", "c": "second.safetensors"}  # what a file has beside them is found too
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"b": "first.safetensors"} | listed}))
         assert stored_in_folder(tmp_path)[0]["a"].path == tmp_path / f"{file}.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "first.safetensors"}}))
+    assert stored_in_folder(tmp_path)[0].keys() == {"a", "b"}
 
-
-def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
-    save(tmp_path, first=["a"])
-    save_file({"b": torch.ones(2)}, tmp_path / WHOLE)
-
+    save_file({"b": torch.ones(2)}, tmp_path / WHOLE)  # as in transformers
     assert stored_in_folder(tmp_path)[0].keys() == {"b"}
 
 

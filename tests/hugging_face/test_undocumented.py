@@ -39,56 +39,24 @@ def meta(*shape):
     return torch.empty(shape, device="meta")
 
 
-def test_experts_of_a_file_become_one_tensor_in_the_order_of_their_numbers():
+def test_a_converter_takes_tensors_and_joins_those_of_its_patterns_in_the_order_of_their_numbers():
     model = empty_model(config_of("mixtral"))
-    names = [f"{IN_FILES}.{expert}.{part}.weight" for part in ("w1", "w2", "w3") for expert in range(12)]
-
-    found, strange = sources_of(model, names)
-
-    assert not strange
-    assert found.keys() == {f"{LAYER}.mlp.experts.gate_up_proj", f"{LAYER}.mlp.experts.down_proj"}, (
-        "get_model_conversion_mapping or rename_source_key: files of Mixtral become other tensors now"
-    )
-    assert found[f"{LAYER}.mlp.experts.down_proj"] == [f"{IN_FILES}.{expert}.w2.weight" for expert in range(12)], (
-        "dot_natural_key: experts have another order now"
-    )
-
-
-def test_a_converter_takes_tensors_and_joins_those_of_its_patterns():
-    model = empty_model(config_of("mixtral", num_local_experts=2))
-    values = {f"{IN_FILES}.{e}.{part}.weight": torch.randn(24, 16) for e in range(2) for part in ("w1", "w3")}
-    [conversion], _ = conversions(model, values)
+    values = {f"{IN_FILES}.{e}.{part}.weight": torch.randn(24, 16) for part in ("w1", "w3") for e in range(12)}
+    [conversion], strange = conversions(model, values)
 
     given = dict(values)
-    found = conversion.convert(given, model)
+    [(name, found)] = conversion.convert(given, model).items()
+    [bare] = conversion.convert({name: meta(24, 16) for name, _ in conversion.sources}, model).values()
 
-    gate_up = [torch.cat([values[f"{IN_FILES}.{e}.{part}.weight"] for part in ("w1", "w3")]) for e in range(2)]
-    assert list(found) == [f"{LAYER}.mlp.experts.gate_up_proj"], "WeightConverter.convert: it returns other names now"
-    assert torch.equal(found[f"{LAYER}.mlp.experts.gate_up_proj"], torch.stack(gate_up)), (
-        "WeightConverter.add_tensor or .convert: tensors are joined in another way now"
+    gate_up = [torch.cat([values[f"{IN_FILES}.{e}.{part}.weight"] for part in ("w1", "w3")]) for e in range(12)]
+    assert (name, strange) == (f"{LAYER}.mlp.experts.gate_up_proj", {}), (
+        "get_model_conversion_mapping or rename_source_key: files of Mixtral become other tensors now"
+    )
+    assert torch.equal(found, torch.stack(gate_up)), (
+        "WeightConverter.add_tensor, .convert or dot_natural_key: tensors are joined in another way now"
     )
     assert not given
-
-
-def test_a_converter_runs_without_values():
-    model = empty_model(config_of("mixtral", num_local_experts=2))
-    [conversion], _ = conversions(model, [f"{IN_FILES}.{e}.{part}.weight" for e in range(2) for part in ("w1", "w3")])
-
-    [found] = conversion.convert({name: meta(24, 16) for name, _ in conversion.sources}, model).values()
-
-    assert (found.shape, found.device.type) == ((2, 48, 16), "meta"), "WeightConverter.convert: needs values now"
-
-
-def test_one_tensor_of_a_file_may_become_several():
-    model = empty_model(config_of("hrm"))
-    own = "self_attn.q_proj.weight"
-    prefix = next(name for name in model.state_dict() if name.endswith(own)).removesuffix(own)
-
-    [conversion], _ = conversions(model, [f"{prefix}attn.gqkv_proj.weight"])
-    found = conversion.convert({f"{prefix}attn.gqkv_proj.weight": meta(64, 16)}, model)
-
-    expected = {f"{prefix}self_attn.{part}_proj.weight" for part in ("gate", "q", "k", "v")}
-    assert found.keys() == expected, "Chunk: the targets of one source have other names now"
+    assert (bare.shape, bare.device.type) == ((12, 48, 16), "meta"), "WeightConverter.convert: needs values now"
 
 
 def test_a_prefix_that_only_one_of_file_and_model_has_is_added_or_removed():
@@ -144,11 +112,20 @@ def test_tensors_that_share_one_of_a_file_go_back_together():
     assert together.shape == (48, 16)
 
 
-def test_ties_are_known_without_values():
-    assert tied_names(empty_model(config_of("llama-tied"))) == {"lm_head.weight": "model.embed_tokens.weight"}, (
+def test_attributes_of_models_and_configs_say_what_is_tied_unsaved_quantized_and_placed():
+    tied, plain, model = (empty_model(config_of(family)) for family in ("llama-tied", "llama", "llama"))
+    model._keys_to_ignore_on_save = {"model.norm.weight"}
+    model.config.quantization_config = {"quant_method": "fp8"}
+    model.hf_device_map = {"": "cpu"}
+
+    assert [tied_names(each) for each in (plain, tied)] == [{}, {"lm_head.weight": "model.embed_tokens.weight"}], (
         "all_tied_weights_keys: it has another form now"
     )
-    assert tied_names(empty_model(config_of("llama"))) == {}
+    assert [unsaved_names(each) for each in (plain, model)] == [set(), {"model.norm.weight"}], (
+        "_keys_to_ignore_on_save: it has another form now"
+    )
+    assert [is_quantized(each) for each in (plain, model)] == [False, True], "configs name quantization otherwise now"
+    assert [device_map_of(each) for each in (plain, model)] == [None, {"": "cpu"}]
 
 
 def test_transformers_knows_which_names_may_be_missing_or_left_over():
@@ -160,22 +137,6 @@ def test_transformers_knows_which_names_may_be_missing_or_left_over():
     assert (missing, strange) == ({"model.norm.weight"}, {"other.weight"}), (
         "_adjust_missing_and_unexpected_keys: it changes other attributes now"
     )
-
-
-def test_names_that_are_not_saved_are_known():
-    model = empty_model(config_of("llama"))
-    assert unsaved_names(model) == frozenset(), "_keys_to_ignore_on_save: it has another form now"
-
-    model._keys_to_ignore_on_save = {"model.norm.weight"}
-    assert unsaved_names(model) == {"model.norm.weight"}
-
-
-def test_a_quantized_model_says_so_in_its_config():
-    model = empty_model(config_of("llama"))
-    assert not is_quantized(model)
-
-    model.config.quantization_config = {"quant_method": "fp8"}
-    assert is_quantized(model), "quantization_config: configs have another name for it now"
 
 
 @pytest.mark.parametrize("family", SOME_FAMILIES)
@@ -198,23 +159,6 @@ def test_init_weights_draws_the_values_of_one_module_by_the_rules_of_its_family(
 
     assert block.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(block.input_layernorm.weight, torch.ones(32))
-
-
-def test_a_device_map_is_noted_in_hf_device_map():
-    model = model_of("llama")
-    assert device_map_of(model) is None
-    model.hf_device_map = {"": "cpu"}
-    assert device_map_of(model) == {"": "cpu"}
-
-
-def test_a_decoder_layer_returns_a_tensor():
-    model = model_of("llama")
-    seen = []
-    model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output))
-
-    model(batch_of("plain")[0])
-
-    assert isinstance(seen[0], torch.Tensor), "layers return tuples again"
 
 
 def test_packed_sequences_are_apart_without_a_cache_and_not_with_one():
@@ -282,19 +226,16 @@ def test_routers_are_found_by_what_can_be_recorded(family):
     assert router_class(model_of("llama")) is None
 
 
-def test_a_forward_says_whether_its_loss_is_that_of_loss_function():
+def test_a_forward_says_whether_its_loss_is_that_of_loss_function_and_a_class_whether_it_pools_by_tokens():
     import transformers
 
-    assert not any(computes_own_loss(model_of(family)) for family in ("llama", "gpt2", "mixtral"))
     shape = {"vocab_size": 8, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
-    assert computes_own_loss(transformers.BartForCausalLM(transformers.BartConfig(**shape)))
+    bart = transformers.BartForCausalLM(transformers.BartConfig(**shape))
+    config = config_of("llama", pad_token_id=0)
+    sequences, tokens = transformers.LlamaForSequenceClassification, transformers.LlamaForTokenClassification
 
-
-def test_classes_that_pool_by_tokens_are_known():
-    import transformers
-
-    shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**shape, num_attention_heads=2, pad_token_id=0)
-    assert pools_by_tokens(transformers.LlamaForSequenceClassification(config))
-    assert not pools_by_tokens(transformers.LlamaForTokenClassification(config))
-    assert not any(pools_by_tokens(model_of(family)) for family in ("llama", "gpt2", "mixtral"))
+    for model in map(model_of, ("llama", "gpt2", "mixtral")):
+        assert not computes_own_loss(model)
+        assert not pools_by_tokens(model)
+    assert computes_own_loss(bart)
+    assert [pools_by_tokens(kind(config)) for kind in (sequences, tokens)] == [True, False]

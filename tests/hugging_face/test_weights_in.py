@@ -15,6 +15,7 @@ from tests.hugging_face.tiny_models import FAMILIES, saved_model
 pytest.importorskip("transformers")
 
 EXPERT = "model.layers.1.block_sparse_moe.experts"
+OLD = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
 def change(folder, change_of):
@@ -76,25 +77,19 @@ def test_one_tensor_costs_its_own_bytes(tmp_path):
         assert weights.bytes_read - before == saved.state[name].nbytes
 
 
-def test_a_file_may_have_the_other_name_of_a_tied_weight(tmp_path):
+def test_a_file_may_have_either_name_of_a_tied_weight_or_both_if_they_are_equal(tmp_path):
     saved = saved_model("llama-tied", tmp_path)
-    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
-
-    weights = PretrainedWeights.open(tmp_path, saved.empty)
-
-    assert torch.equal(weights.read("model.embed_tokens.weight"), saved.state["lm_head.weight"])
-
-
-def test_a_file_may_have_both_names_of_a_tied_weight_if_they_are_equal(tmp_path):
-    saved = saved_model("llama-tied", tmp_path)
-    name = "model.embed_tokens.weight"
-    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[name].clone()}))
+    name, other = "model.embed_tokens.weight", "lm_head.weight"
+    change(tmp_path, lambda tensors: tensors.update({other: tensors[name].clone()}))
     assert torch.equal(PretrainedWeights.open(tmp_path, saved.empty).read(name), saved.state[name])
 
-    change(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
+    change(tmp_path, lambda tensors: tensors[other].add_(1))
     weights = PretrainedWeights.open(tmp_path, saved.empty)
     with pytest.raises(CheckpointError, match=r"have other values, but the model ties them\. Set tie_word_embeddings"):
         weights.read(name)
+
+    change(tmp_path, lambda tensors: tensors.pop(name))
+    assert torch.equal(PretrainedWeights.open(tmp_path, saved.empty).read(name), saved.state[other] + 1)
 
 
 def test_names_without_the_prefix_of_the_base_model_are_understood(tmp_path):
@@ -118,10 +113,10 @@ def test_a_part_of_a_model_is_filled_by_the_full_name_of_each(tmp_path):
     assert torch.equal(module["lm_head"].weight, saved.state["lm_head.weight"])
 
 
-def test_what_files_may_lack_stays_as_the_module_has_it(tmp_path):
+def test_what_files_may_lack_stays_as_the_module_has_it_and_what_old_files_have_is_no_extra_tensor(tmp_path):
     saved = saved_model("llama", tmp_path)
     saved.empty._keys_to_ignore_on_load_missing = {"model.norm.weight"}
-    change(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
+    change(tmp_path, lambda tensors: tensors.update({OLD: tensors.pop("model.norm.weight")}))
     weights = PretrainedWeights.open(tmp_path, saved.empty)
     with torch.no_grad():
         saved.model.model.norm.weight.fill_(3)
@@ -213,15 +208,7 @@ def test_tensors_of_another_model_are_named(tmp_path, family, removed, added, to
     assert told in refused(saved)
 
 
-def test_a_buffer_that_old_files_have_is_no_extra_tensor(tmp_path):
-    saved = saved_model("llama", tmp_path)
-    old = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    change(tmp_path, lambda tensors: tensors.update({old: torch.ones(4)}))
-
-    PretrainedWeights.open(tmp_path, saved.empty)
-
-
-def test_an_expert_of_another_shape_is_told_by_what_is_made_of_it(tmp_path):
+def test_an_expert_of_another_shape_is_told_by_what_is_made_of_it_and_quantized_weights_are_refused(tmp_path):
     saved = saved_model("mixtral", tmp_path)
     change(tmp_path, lambda tensors: tensors.update({f"{EXPERT}.5.w2.weight": torch.ones(16, 25)}))
 
@@ -229,12 +216,7 @@ def test_an_expert_of_another_shape_is_told_by_what_is_made_of_it(tmp_path):
 
     assert "'model.layers.1.mlp.experts.down_proj' of shape (12, 16, 24) cannot be made of" in told
     assert f"'{EXPERT}.5.w2.weight' (16, 25)" in told
-
-
-def test_quantized_weights_are_refused(tmp_path):
-    saved = saved_model("llama", tmp_path)
     saved.empty.config.quantization_config = {"quant_method": "fp8"}
-
     assert "its config.json has a quantization_config; expected unquantized weights" in refused(saved)
 
 
