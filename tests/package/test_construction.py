@@ -54,17 +54,28 @@ def test_all_that_ranks_must_agree_on_takes_two_gathers(gathers, name):
     assert gathers == {0: 2, 1: 2}
 
 
-def test_a_setup_that_differs_is_found_before_anything_is_assembled():
-    """Else the rank with the other schedule would complain of what follows from it."""
-
+@pytest.mark.parametrize(
+    ("options_of", "told"),
+    [
+        # Else the rank with the other schedule would complain of what follows from it.
+        (lambda rank: {"split": [1, 3] if rank else [2, 2]}, "split: rank 0 has 2, 2, rank 1 has 1, 3"),
+        (lambda rank: {"device": torch.device("meta" if rank else "cpu")}, "device: rank 0 has cpu, rank 1 has meta. "),
+        (
+            lambda rank: {"layers": float_layers(num_layers=4 + rank)},
+            "layers: rank 0 has 0, 1, 2, 3, rank 1 has 0, 1",
+        ),
+    ],
+    ids=["split", "device", "layers"],
+)
+def test_a_setup_that_differs_is_found_before_anything_is_assembled(options_of, told):
     def case(wires):
-        layers = [nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.LazyLinear(6)]
-        options = {"split": [1, 3]} if wires.rank else {"split": [2, 2]}
-        return error_of(Pipeline, layers, "1f1b", 4, square_loss, transport=wires, main_gradients=True, **options)
+        options = {"layers": [nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.LazyLinear(6)], "main_gradients": True}
+        options |= {"schedule": "1f1b", "microbatches": 4, "loss": square_loss} | options_of(wires.rank)
+        return error_of(Pipeline, transport=wires, **options)
 
     for error in on_ranks(2, case):
         assert type(error) is PipelineError
-        assert "the ranks disagree on split: rank 0 has 2, 2, rank 1 has 1, 3" in str(error)
+        assert f"the ranks disagree on {told}" in str(error)
 
 
 def weighted(target):
@@ -182,12 +193,3 @@ def test_a_pipeline_is_equal_to_one_process_in_whichever_order_messages_arrive()
     expected = task.reference(4)
     found = {seed: difference(on_ranks(3, case, connect=ordered(seed)), expected) for seed in range(8)}
     assert {seed: wrong for seed, wrong in found.items() if wrong} == {}
-
-
-def test_ranks_on_devices_of_different_kinds_are_named():
-    def case(wires):
-        device = torch.device("meta" if wires.rank else "cpu")
-        return error_of(Pipeline, float_layers(), "1f1b", 4, square_loss, transport=wires, device=device)
-
-    for error in on_ranks(2, case):
-        assert "the ranks disagree on device: rank 0 has cpu, rank 1 has meta. " in str(error)

@@ -111,21 +111,17 @@ def test_however_layers_are_given_all_replicas_train_the_first_ones_values(kind)
     assert torch.equal(layers[0].weight, layers[2].weight) is (kind == "tied builders")
 
 
-def test_a_layer_that_cannot_be_built_on_one_replica_is_told_on_all_at_once():
+@pytest.mark.parametrize(
+    ("num_replicas", "build_on", "told"),
+    [
+        (3, lambda replica: 1 / 0 if replica == 2 else nn.Tanh(), "layer '1' cannot be built: ZeroDivisionError"),
+        (2, lambda replica: nn.Linear(WIDTH, WIDTH + replica), "holds other parameters or buffers on"),
+    ],
+    ids=["one cannot be built", "one differs"],
+)
+def test_layers_that_replicas_do_not_build_alike_are_told_on_all_at_once(num_replicas, build_on, told):
     def case(places):
-        def fails():
-            return 1 / 0 if places.index == 2 else nn.Linear(WIDTH, WIDTH)
+        layers = [lambda: nn.Linear(WIDTH, WIDTH), lambda: build_on(places.replica), nn.Tanh, nn.Tanh]
+        return error_of(shard, places, layers)
 
-        return error_of(shard, places, [lambda: nn.Linear(WIDTH, WIDTH), fails, nn.Tanh, nn.Tanh])
-
-    assert all("layer '1' cannot be built: ZeroDivisionError" in str(error) for error in on_mesh(1, 3, case))
-
-
-def test_layers_that_differ_between_replicas_are_refused_as_they_are_built():
-    def case(places):
-        width = WIDTH + (places.replica == 1)
-        return error_of(shard, places, [lambda: nn.Linear(WIDTH, width), lambda: nn.Linear(width, WIDTH)] * 2)
-
-    errors = on_mesh(1, 2, case)
-
-    assert all("holds other parameters or buffers on" in str(error) for error in errors)
+    assert all(told in str(error) for error in on_mesh(1, num_replicas, case))

@@ -2,7 +2,7 @@
 
 import os
 import resource
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -26,12 +26,6 @@ def write(path, content):
         file.write(content)
 
 
-def write_and_stop(path):
-    with atomic_file(path) as file:
-        file.write(b"new")
-        raise KeyboardInterrupt
-
-
 def test_the_file_appears_only_when_it_is_whole(tmp_path):
     path = tmp_path / "a"
 
@@ -47,23 +41,20 @@ def test_an_interrupted_write_keeps_the_old_file_and_leaves_nothing(tmp_path):
     path = tmp_path / "a"
     write(path, b"old")
 
-    with pytest.raises(KeyboardInterrupt):
-        write_and_stop(path)
+    with suppress(KeyboardInterrupt), atomic_file(path) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
 
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_full_disk_names_the_path_and_leaves_nothing(tmp_path):
+def test_a_full_disk_and_a_folder_that_is_none_name_the_path_and_leave_nothing(tmp_path):
     with largest_file(100_000), pytest.raises(PenstockError, match=r"tokens: cannot be written: File too large"):
         write(tmp_path / "tokens", b"x" * 200_000)
 
     assert os.listdir(tmp_path) == []
-
-
-def test_a_folder_that_is_none_is_named(tmp_path):
     (tmp_path / "file").touch()
-
     with pytest.raises(PenstockError, match=r"file/a: cannot be written: Not a directory"):
         write(tmp_path / "file" / "a", b"")
 

@@ -11,45 +11,35 @@ import pytest
 import penstock as ps
 
 
-def fresh_process(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def test_importing_it_loads_nothing_heavy():
-    code = "import json, sys, penstock; print(json.dumps(sorted(sys.modules)))"
-
-    loaded = set(json.loads(fresh_process(code)))
-
-    assert not loaded & {"torch", "numpy", "numba", "matplotlib", "pydantic", "rich"}
+def modules_loaded_by(code):
+    """Return the modules that a fresh process has loaded when it has run some code."""
+    code = f"import json, sys; {code}; print(json.dumps(sorted(sys.modules)))"
+    command = [sys.executable, "-c", code]
+    return set(json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout))
 
 
 def test_freeing_the_layers_of_other_ranks_does_not_load_sympy():
     """torch imports it (0.4 s) for the memory format of a tensor made like one on the meta device."""
-    code = (
-        "import sys, torch; from penstock.execute.stages.other_layers import free_other_layers; "
-        "free_other_layers([torch.nn.Linear(8, 8)], {}); print('sympy' in sys.modules)"
-    )
+    free = "from penstock.execute.stages.other_layers import free_other_layers as free"
 
-    assert fresh_process(code) == "False\n"
+    assert "sympy" not in modules_loaded_by(f"{free}; from torch import nn; free([nn.Linear(8, 8)], {{}})")
 
 
-def test_planning_a_small_schedule_loads_neither_torch_nor_numba_nor_masked_arrays():
+def test_importing_loads_nothing_heavy_and_planning_neither_torch_nor_numba_nor_masked_arrays():
     """numpy loads numpy.ma for np.unique, which takes half as long as planning for 8 ranks."""
-    code = (
-        "import json, sys, numpy; loaded_by_numpy = set(sys.modules); import penstock as ps; "
-        "ps.plan(ps.build('1f1b', ranks=8, microbatches=32), ps.Costs.uniform()); "
-        "print(json.dumps(sorted(set(sys.modules) - loaded_by_numpy)))"
-    )
-
-    loaded = set(json.loads(fresh_process(code)))
+    planning = "import penstock as ps; ps.plan(ps.build('1f1b', ranks=8, microbatches=32), ps.Costs.uniform())"
+    loaded = modules_loaded_by(f"import numpy; {planning}") - modules_loaded_by("import numpy")
 
     assert not loaded & {"torch", "numba", "numpy.ma"}
+    assert not modules_loaded_by("import penstock") & {"torch", "numpy", "numba", "matplotlib", "pydantic", "rich"}
 
 
 def test_every_public_name_is_there():
     assert [name for name in ps.__all__ if not hasattr(ps, name)] == []
     assert len(ps.__all__) <= 55  # also what options and errors tell users to pass, such as merge rules
     assert dir(ps) == sorted(ps.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Pipelines'"):
+        _ = ps.Pipelines
 
 
 def test_type_checkers_read_the_same_names_from_the_same_modules():
@@ -70,11 +60,6 @@ def test_texts_name_what_is_public_by_its_short_name():
         assert not long.findall(text), path
         if path.suffix == ".py":
             assert set(re.findall(r"\bps\.([A-Za-z_]+)", text)) <= set(ps.__all__), path
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="has no attribute 'Pipelines'"):
-        _ = ps.Pipelines
 
 
 def test_the_five_lines_of_the_face_plan_and_predict():
@@ -122,18 +107,3 @@ def test_numbers_of_numpy_are_numbers():
     costs = ps.Costs.uniform(activation_bytes=1)
     limits = (np.int64(2), [2, 2], "2 bytes")
     assert len({str(ps.check(schedule, costs=costs, memory_limit=limit)) for limit in limits}) == 1
-
-
-def test_the_same_lines_train_on_one_process():
-    import torch
-
-    layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
-    batch, labels = torch.randn(8, 4), torch.randn(8, 2)
-    pipeline = ps.Pipeline(layers, schedule="1f1b", microbatches=4, loss=torch.nn.functional.mse_loss)
-
-    result = pipeline.step(batch, target=labels)
-
-    expected = torch.nn.functional.mse_loss(torch.nn.Sequential(*layers)(batch), labels)
-    torch.testing.assert_close(result.loss, expected)
-    assert all(parameter.grad is not None for _, parameter in pipeline.named_parameters())
-    pipeline.close()

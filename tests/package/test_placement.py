@@ -35,33 +35,17 @@ def test_the_neighbours_of_a_stage_are_those_on_its_route():
     assert placement.previous_stage == (-1, 0, -1, 2)
     assert placement.next_stage == (1, -1, 3, -1)
     assert placement.route_of_stage == (0, 0, 1, 1)
-
-
-def test_two_copies_of_a_model_are_two_routes():
-    placement = Placement.bidirectional(3)
-
-    assert placement.routes == ((0, 1, 2), (3, 4, 5))
-    assert placement.rank_of_stage == (0, 1, 2, 2, 1, 0)
-
-
-def test_a_route_may_visit_stages_in_any_order():
-    placement = Placement.explicit([0, 1, 2], [[2, 0, 1]])
-
-    assert placement.previous_stage == (2, 0, -1)
-    assert placement.next_stage == (1, -1, 0)
+    in_any_order = Placement.explicit([0, 1, 2], [[2, 0, 1]])
+    assert (in_any_order.previous_stage, in_any_order.next_stage) == ((2, 0, -1), (1, -1, 0))
+    assert Placement.bidirectional(3).routes == ((0, 1, 2), (3, 4, 5))
 
 
 @given(placements())
-def test_previous_and_next_are_inverse(placement):
+def test_previous_and_next_are_inverse_and_every_stage_is_on_exactly_one_rank(placement):
     for stage, following in enumerate(placement.next_stage):
         assert following == -1 or placement.previous_stage[following] == stage
     assert placement.previous_stage.count(-1) == placement.next_stage.count(-1) == len(placement.routes)
-
-
-@given(placements())
-def test_every_stage_is_on_exactly_one_rank(placement):
     held = [(stage, rank) for rank, stages in enumerate(placement.stages_of_rank) for stage in stages]
-
     assert dict(held) == dict(enumerate(placement.rank_of_stage))
     assert len(held) == placement.num_stages
 
@@ -72,15 +56,10 @@ def test_a_rank_without_stages_is_refused(rank_of_stage):
         Placement.explicit(rank_of_stage)
 
 
-@pytest.mark.parametrize("routes", [[], [[0]], [[0, 1], [1]], [[0, 1, 2]], [[0, 0, 1]]])
-def test_a_stage_on_no_route_or_on_two_is_refused(routes):
-    with pytest.raises(ScheduleError, match="exactly one route"):
-        Placement.explicit([0, 1], routes)
-
-
-@pytest.mark.parametrize("routes", [[[0, 1], []], [[], [0, 1]]])
-def test_a_route_without_stages_is_refused(routes):
-    with pytest.raises(ScheduleError, match=rf"route {routes.index([])} has no stages.*drop it"):
+@pytest.mark.parametrize("routes", [[], [[0]], [[0, 1], [1]], [[0, 1, 2]], [[0, 0, 1]], [[0, 1], []], [[], [0, 1]]])
+def test_a_stage_on_no_route_or_on_two_and_a_route_without_stages_are_refused(routes):
+    told = rf"route {routes.index([])} has no stages.*drop it" if [] in routes else "exactly one route"
+    with pytest.raises(ScheduleError, match=told):
         Placement.explicit([0, 1], routes)
 
 

@@ -42,21 +42,15 @@ def test_a_plan_is_a_schedule_its_program_and_what_is_predicted_of_it():
     assert planned.timeline.peak_activations == [4, 3, 2, 1]
 
 
-def test_a_schedule_that_cannot_run_is_not_planned():
+def test_a_schedule_that_cannot_run_or_needs_too_much_memory_is_not_planned():
+    schedule = build("1f1b", ranks=4, microbatches=6)
+
     with pytest.raises(ScheduleError, match="0B0"):
         plan(BACKWARD_FIRST, COSTS)
-
-
-@pytest.mark.parametrize("limit", ["3 activations", [f"{most} activations" for most in (4, 3, 1, 1)]])
-def test_a_schedule_that_needs_too_much_memory_is_not_planned(limit):
-    with pytest.raises(ScheduleError):
-        plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit=limit)
-
-
-def test_a_schedule_within_its_memory_limit_is_planned():
-    found = plan(build("1f1b", ranks=4, microbatches=6), COSTS, memory_limit="4 activations")
-
-    assert found.timeline.peak_activations[0] == 4
+    assert plan(schedule, COSTS, memory_limit="4 activations").timeline.peak_activations[0] == 4
+    for limit in ("3 activations", [f"{most} activations" for most in (4, 3, 1, 1)]):
+        with pytest.raises(ScheduleError):
+            plan(schedule, COSTS, memory_limit=limit)
 
 
 def test_costs_per_layer_are_those_of_the_layers_that_a_stage_has():
@@ -154,12 +148,15 @@ def test_a_family_is_built_once_for_equal_options_and_anew_for_others():
         resolved(recompute=1.0)  # equal to True, but not alike
 
 
-def test_an_equal_plan_is_proved_once_and_any_other_one_anew():
+def test_an_equal_plan_is_proved_once_for_an_object_that_keeps_programs_and_any_other_one_anew():
     one, equal = (build("1f1b", ranks=3, microbatches=5) for _ in range(2))
     first = prove_and_lower_once(one)
 
     assert prove_and_lower_once(equal) is first
     assert first == prove_and_lower(one)
+    own = RecentTables()
+    kept = prove_and_lower_once(one, programs=own)
+    assert prove_and_lower_once(equal, programs=own) is kept is not first
     others = [
         prove_and_lower_once(build("1f1b", ranks=3, microbatches=6)),
         prove_and_lower_once(one.forward_only()),
@@ -173,15 +170,6 @@ def test_an_equal_plan_is_proved_once_and_any_other_one_anew():
     assert prove_and_lower_once(equal) is not first  # only the last ones are kept
     with pytest.raises(ScheduleError):
         prove_and_lower_once(one, Demand.of("1 activations", COSTS))
-
-
-def test_programs_are_kept_by_an_object_of_its_own():
-    one, equal = (build("1f1b", ranks=3, microbatches=5) for _ in range(2))
-    own = RecentTables()
-    first = prove_and_lower_once(one, programs=own)
-
-    assert prove_and_lower_once(equal, programs=own) is first
-    assert prove_and_lower_once(equal) is not first
 
 
 def test_only_the_last_small_tables_are_kept():
@@ -200,29 +188,14 @@ def test_only_the_last_small_tables_are_kept():
 
 
 @pytest.mark.feature("A15")
-def test_a_name_is_built_for_the_ranks_that_run():
-    schedule = resolve_plan("1f1b", ranks=3, microbatches=5, options={"warmup": "eager"})
-
-    assert schedule == build("1f1b", ranks=3, microbatches=5, warmup="eager")
-
-
-def test_a_schedule_is_taken_as_it_is():
+def test_a_name_is_built_for_the_ranks_that_run_and_a_schedule_is_taken_as_it_is():
     schedule = build("gpipe", ranks=2, microbatches=4)
 
-    assert resolve_plan(schedule, ranks=2, options={}) is schedule
-    assert resolve_plan(schedule, ranks=2, microbatches=4, options={}) is schedule
-    assert resolve_plan(schedule, ranks=2, stages_per_rank=1, options={}) is schedule
-
-
-def test_other_stages_per_rank_than_those_of_a_whole_schedule_are_refused():
-    schedule = build("gpipe", ranks=2, microbatches=4)
-
-    with pytest.raises(ConfigError, match=r"stages_per_rank: 2, but gpipe has 2 stages on 2 ranks; leave it out"):
-        resolve_plan(schedule, ranks=2, stages_per_rank=2, options={})
-
-
-def test_a_name_without_a_number_of_microbatches_gets_8():
+    eager = resolve_plan("1f1b", ranks=3, microbatches=5, options={"warmup": "eager"})
+    assert eager == build("1f1b", ranks=3, microbatches=5, warmup="eager")
     assert resolve_plan("gpipe", ranks=2, options={}) == build("gpipe", ranks=2, microbatches=8)
+    for shape in ({}, {"microbatches": 4}, {"stages_per_rank": 1}):
+        assert resolve_plan(schedule, ranks=2, options={}, **shape) is schedule
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -236,29 +209,25 @@ def test_a_file_is_read(tmp_path, as_text):
     assert found == schedule
 
 
+WHOLE = build("gpipe", ranks=2, microbatches=2)
+
+
 @pytest.mark.parametrize(
-    ("schedule", "options", "text"),
+    ("schedule", "given", "text"),
     [
         ("1f1", {}, "Did you mean '1f1b'"),
-        ("1f1b", {"warmpu": "eager"}, "Did you mean 'warmup'"),
-        (
-            build("gpipe", ranks=2, microbatches=4),
-            {},
-            r"microbatches: 2, but gpipe is for 4 microbatches; make them equal",
-        ),
-        (build("gpipe", ranks=3, microbatches=2), {}, "is for 3 ranks, but 2 run"),
-        (build("gpipe", ranks=2, microbatches=2), {"backward_order": "descending"}, "takes no options"),
+        ("1f1b", {"options": {"warmpu": "eager"}}, "Did you mean 'warmup'"),
+        (WHOLE, {"microbatches": 4}, "microbatches: 4, but gpipe is for 2 microbatches; make them equal"),
+        (WHOLE, {"ranks": 3}, "is for 2 ranks, but 3 run"),
+        (WHOLE, {"options": {"backward_order": "descending"}}, "takes no options"),
+        (WHOLE, {"stages_per_rank": 2}, "stages_per_rank: 2, but gpipe has 2 stages on 2 ranks; leave it out"),
+        ("nowhere.csv", {}, r"nowhere\.csv"),
     ],
-    ids=["name", "option", "microbatches", "ranks", "option of a whole schedule"],
+    ids=["name", "option", "microbatches", "ranks", "option of a whole schedule", "stages", "missing file"],
 )
-def test_a_wrong_schedule_is_one_clear_error(schedule, options, text):
+def test_a_wrong_schedule_is_one_clear_error(schedule, given, text):
     with pytest.raises(ConfigError, match=text):
-        resolve_plan(schedule, ranks=2, microbatches=2, options=options)
-
-
-def test_a_missing_file_is_one_clear_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere\.csv"):
-        resolve_plan(str(tmp_path / "nowhere.csv"), ranks=2, microbatches=2, options={})
+        resolve_plan(schedule, **{"ranks": 2, "microbatches": 2, "options": {}} | given)
 
 
 @pytest.mark.feature("B22")

@@ -52,18 +52,17 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_process_that_runs_counts_all_of_its_time(clock):
-    assert not wait_in_parts(clock.waiting(), 2.2)
+@pytest.mark.parametrize("late_s", [(), (TOLERANCE_S, TOLERANCE_S / 2)], ids=["in time", "a busy machine"])
+def test_a_process_that_runs_counts_all_of_its_time_and_looks_once_without_any(clock, late_s):
+    assert not wait_in_parts(clock.waiting(*late_s), 2.2)
 
     assert running_s() == clock.now_s == pytest.approx(1002.2)
     assert max(clock.asked) == LONGEST_PART_S
-    assert sum(clock.asked) == pytest.approx(2.2)
-
-
-def test_a_busy_machine_is_late_and_counts_too(clock):
-    assert not wait_in_parts(clock.waiting(TOLERANCE_S, TOLERANCE_S / 2), 2.0)
-
-    assert running_s() == clock.now_s == pytest.approx(1002.0)
+    assert sum(clock.asked) == pytest.approx(2.2 - sum(late_s))
+    clock.asked.clear()
+    assert wait_in_parts(clock.waiting(ready_after=1), 0.0)
+    assert not wait_in_parts(clock.waiting(), -1.0)
+    assert clock.asked == [0.0, 0.0]
 
 
 def test_time_in_which_it_was_stopped_is_added_to_a_wait(clock):
@@ -87,12 +86,6 @@ def test_a_stop_that_several_threads_have_waited_through_counts_once(clock):
     running_time._STOPS.note(1009.0, 1010.0)
 
     assert running_time._STOPS.total_s == pytest.approx(10.1)
-
-
-def test_a_wait_without_time_looks_once(clock):
-    assert wait_in_parts(clock.waiting(ready_after=1), 0.0)
-    assert not wait_in_parts(clock.waiting(), -1.0)
-    assert clock.asked == [0.0, 0.0]
 
 
 def test_a_pause_is_short_and_sees_a_stop(clock):

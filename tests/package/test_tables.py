@@ -15,17 +15,19 @@ COLUMNS = [
 ROWS = [["1f1b", "33 s", "4", "48"], ["interleaved-1f1b:stages_per_rank=2", "28.5 s", "11", "112"]]
 
 
-def test_a_pipe_gets_every_column_on_one_line_per_row():
+def test_a_pipe_and_a_wide_terminal_get_every_column_on_one_line_per_row_whatever_the_environment(monkeypatch):
+    for name, value in {"COLUMNS": "20", "FORCE_COLOR": "1", "NO_COLOR": "1", "TTY_COMPATIBLE": "1"}.items():
+        monkeypatch.setenv(name, value)
+
     assert table_text(COLUMNS, ROWS).split("\n") == [
         "schedule                            step time  peak activations  messages sent",
         "──────────────────────────────────────────────────────────────────────────────",
         "1f1b                                     33 s                 4             48",
         "interleaved-1f1b:stages_per_rank=2     28.5 s                11            112",
     ]
-
-
-def test_a_wide_terminal_gets_the_same():
     assert table_text(COLUMNS, ROWS, Screen(250)) == table_text(COLUMNS, ROWS)
+    assert table_text(COLUMNS[:2], []).split("\n") == ["schedule  step time", "───────────────────"]
+    assert "[bold]x[/bold] :warning:" in table_text([Column("a", is_text=True)], [["[bold]x[/bold] :warning:"]])
 
 
 def test_headings_are_broken_before_a_column_is_left_out():
@@ -63,22 +65,6 @@ def test_color_changes_no_character(width):
     assert "\x1b[32m1f1b" in colored
     shown = re.sub(r"\x1b\[[\d;]*m", "", colored)
     assert [line.rstrip() for line in shown.split("\n")] == plain.split("\n")
-
-
-def test_the_environment_changes_nothing(monkeypatch):
-    plain = table_text(COLUMNS, ROWS)
-    for name, value in {"COLUMNS": "20", "FORCE_COLOR": "1", "NO_COLOR": "1", "TTY_COMPATIBLE": "1"}.items():
-        monkeypatch.setenv(name, value)
-
-    assert table_text(COLUMNS, ROWS) == plain
-
-
-def test_marks_of_rich_are_text():
-    assert "[bold]x[/bold] :warning:" in table_text([Column("a", is_text=True)], [["[bold]x[/bold] :warning:"]])
-
-
-def test_a_table_without_rows_is_its_headings():
-    assert table_text(COLUMNS[:2], []).split("\n") == ["schedule  step time", "───────────────────"]
 
 
 def test_prose_is_folded_under_its_indent_in_a_terminal_only():
