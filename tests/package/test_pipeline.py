@@ -3,6 +3,7 @@
 import copy
 import gc
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -153,8 +154,8 @@ def test_outputs_are_merged_on_the_last_ranks_request_only():
     assert not_asked is None
 
 
-@pytest.mark.feature("E6")
-def test_two_steps_add_up_bit_for_bit_as_on_one_process():
+@pytest.mark.feature("E6", "E12", "E16")
+def test_two_steps_add_up_bit_for_bit_as_on_one_process_and_update_no_parameter():
     tasks = float_task(8), float_task(12), float_task(4)  # other batch sizes
 
     def case(pipeline):
@@ -275,23 +276,6 @@ def test_adapters_that_train_merges_into_their_weights_train_on_after_an_evaluat
             assert gradient is wanted is None or torch.allclose(gradient, wanted)
 
 
-@pytest.mark.feature("A10", "A11", "E16")
-def test_evaluate_builds_no_graph():
-    seen = []
-
-    class Watching(nn.Module):
-        def forward(self, x):
-            seen.append(torch.is_grad_enabled())
-            return x
-
-    pipeline = Pipeline([*float_layers(num_layers=1), Watching()], "gpipe", 2, square_loss)
-    pipeline.evaluate(values(1, 4, WIDTH))
-    pipeline.step(values(1, 4, WIDTH), target=values(2, 4, WIDTH))
-
-    assert seen == [False, False, True, True]
-    assert torch.is_grad_enabled()
-
-
 @pytest.mark.feature("H6", "X40")
 def test_evaluate_gives_the_losses_of_one_process_in_evaluation_mode():
     task = token_task(9)
@@ -321,19 +305,6 @@ def test_modules_of_the_own_stages_are_used_in_place_and_the_others_never():
         return [all(parameter.grad is not None for parameter in layer.parameters()) for layer in own]
 
     assert on_ranks(2, case) == [[True, True, False, False], [False, False, True, True]]
-
-
-@pytest.mark.feature("E12", "E16")
-def test_a_step_updates_no_parameter():
-    task = float_task(8)
-    pipeline = pipeline_of(None, task)
-    before = {name: parameter.detach().clone() for name, parameter in pipeline.named_parameters()}
-
-    pipeline.step(*task.inputs, target=task.target)
-
-    after = dict(pipeline.named_parameters())
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert any(parameter.grad.any() for parameter in after.values())
 
 
 @pytest.mark.slow
@@ -415,43 +386,32 @@ def test_a_batch_that_comes_to_need_a_gradient_may_follow_one_that_does_not():
 
 @pytest.mark.feature("H7")
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_recorded_step_gives_every_rank_the_same_timeline(num_ranks):
-    task = float_task(8)
+def test_a_recorded_step_gives_every_rank_the_same_timeline_which_each_may_save_with_what_is_known_of_its_model(
+    num_ranks, tmp_path
+):
+    task, path = float_task(8), tmp_path / "step.json"
 
     def case(pipeline):
         step_task(pipeline, task)
         assert pipeline.timeline is None
         step_task(pipeline, task, record=True)
-        return pipeline.timeline, pipeline.profile(*task.inputs, target=task.target)
+        timeline, parts = pipeline.timeline, tuple(pipeline.layers_of_stage)
+        timeline.save(path)
+        messages = pipeline.recording.message_bytes
+        return timeline, parts, messages, pipeline.profile(*task.inputs, target=task.target)
 
     found = on_pipelines(num_ranks, task, case)
-
-    for timeline, profile in found:
-        assert isinstance(timeline, Timeline)
-        assert timeline.source == "measured"
-        assert timeline.start_s.tolist() == found[0][0].start_s.tolist()
-        assert timeline.end_s.tolist() == found[0][0].end_s.tolist()
-        assert 0.0 <= timeline.bubble_fraction <= 1.0
-        assert profile is not timeline
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_rank_may_save_a_recorded_step_with_what_is_known_of_its_model(num_ranks, tmp_path):
-    task, path = float_task(8), tmp_path / "step.json"
-
-    def case(pipeline):
-        step_task(pipeline, task)
-        step_task(pipeline, task, record=True)
-        pipeline.timeline.save(path)
-        return pipeline.timeline, tuple(pipeline.layers_of_stage), pipeline.recording.message_bytes
-
-    [(timeline, layers_of_stage, message_bytes), *_] = on_pipelines(num_ranks, task, case)
+    (first, parts, messages, _), *_ = found
     saved = Timeline.load(path)
 
+    for timeline, *_, profile in found:
+        assert timeline.source == "measured"
+        assert timeline.to_json() == first.to_json() == saved.to_json()
+        assert 0.0 <= timeline.bubble_fraction <= 1.0
+        assert profile is not timeline
     assert [file.name for file in tmp_path.iterdir()] == ["step.json"]
-    assert saved.to_json() == timeline.to_json()
-    assert (saved.step, saved.layers_of_stage, saved.message_bytes) == (2, layers_of_stage, message_bytes)
-    assert len(saved.layer_weights) == layers_of_stage[-1].stop
+    assert (saved.step, saved.layers_of_stage, saved.message_bytes) == (2, parts, messages)
+    assert len(saved.layer_weights) == parts[-1].stop
 
 
 # ---- hooks
@@ -488,32 +448,25 @@ def test_reduce_stage_is_called_in_the_last_of_several_steps_alone_if_the_others
     assert on_ranks(2, run) == [[0], [1]]
 
 
-def test_a_rank_alone_within_no_sync_is_refused_and_named():
+def test_a_rank_alone_within_no_sync_and_no_sync_with_sums_of_tied_parameters_are_refused():
     task = float_task(4)
 
-    def case(pipeline):
-        with pipeline.no_sync() if pipeline.rank == 2 else nullcontext():
-            return error_of(step_task, pipeline, task)
+    def case(pipeline, ranks):
+        with pipeline.no_sync() if pipeline.rank in ranks else nullcontext():
+            error = error_of(step_task, pipeline, task)
+        if len(ranks) == 2:
+            step_task(pipeline, task)
+        return error
 
-    errors = on_pipelines(3, task, case, "1f1b", 2)
-
+    errors = on_pipelines(3, task, partial(case, ranks=[2]), "1f1b", 2)
     assert {error.rank for error in errors} == {2}
     text = "disagree on no_sync: rank 0 has none, rank 2 has no_sync(). Enter no_sync() on every rank"
     assert_errors(errors, StepRefused, text)
 
-
-def test_no_sync_with_reduce_stage_and_tied_parameters_is_refused_with_a_way_out():
-    task = float_task(4)
-
-    def case(pipeline):
-        with pipeline.no_sync():
-            error = error_of(step_task, pipeline, task)
-        step_task(pipeline, task)
-        return error
-
     options = {"reduce_stage": lambda stage: None, "tied": [("0.0.weight", "3.0.weight")]}
+    errors = on_pipelines(2, task, partial(case, ranks=[0, 1]), "1f1b", 2, **options)
     text = "no_sync() does not go with reduce_stage and parameters that are tied over ranks"
-    assert_errors(on_pipelines(2, task, case, "1f1b", 2, **options), PipelineError, text, "Average in every step")
+    assert_errors(errors, PipelineError, text, "Average in every step")
 
 
 @pytest.mark.feature("B22")
@@ -547,38 +500,25 @@ def test_a_limit_in_bytes_is_proved_with_costs_per_layer_of_the_pipelines_own_sp
     assert "the limit of rank 0 is 1" in on_ranks(2, lambda wires: refusal(wires, memory_limit="1 activation"))[1]
 
 
+@pytest.mark.feature("G1")
 @pytest.mark.parametrize(
-    ("rows", "message"),
-    [((8, 12), "disagree on inputs: "), ((7, 7), "do not divide evenly"), ((8, 7), "do not divide evenly")],
-    ids=["different", "ragged", "ragged on one"],
+    ("rows", "messages"),
+    [
+        ((8, 12), ["disagree on inputs: "]),
+        ((7, 7), ["do not divide evenly"]),
+        ((8, 7), ["do not divide evenly"]),
+        ((None, None), ["rank 0", "no inputs"]),
+    ],
+    ids=["different", "ragged", "ragged on one", "none"],
 )
-def test_batches_that_do_not_fit_are_refused_everywhere_and_do_no_harm(rows, message):
-    bad = [float_task(number) for number in rows]
+def test_batches_that_do_not_fit_are_refused_everywhere_and_do_no_harm(rows, messages):
+    bad = [float_task(number or 8) for number in rows]
 
     def wrong(pipeline):
-        pipeline.step(*bad[pipeline.rank].inputs, target=bad[pipeline.rank].target)
+        inputs = () if rows[0] is None else bad[pipeline.rank].inputs
+        pipeline.step(*inputs, target=bad[pipeline.rank].target)
 
-    assert_errors(errors_before_a_right_step(2, float_task(8), wrong), StepRefused, message)
-
-
-@pytest.mark.feature("G1")
-def test_a_first_stage_without_inputs_is_refused_everywhere():
-    task = float_task(8)
-
-    found = on_pipelines(2, task, lambda pipeline: error_of(pipeline.step, target=task.target))
-
-    assert_errors(found, StepRefused)
-    assert "rank 0" in str(found[0])
-    assert "no inputs" in str(found[1])
-
-
-def test_ranks_with_different_layers_say_so_everywhere():
-    def case(wires):
-        return error_of(Pipeline, float_layers(num_layers=4 + wires.rank), "1f1b", 4, square_loss, transport=wires)
-
-    for error in on_ranks(2, case):
-        assert type(error) is PipelineError
-        assert "disagree on layers: rank 0 has 0, 1, 2, 3, rank 1 has 0, 1, 2, 3, 4" in str(error)
+    assert_errors(errors_before_a_right_step(2, float_task(8), wrong), StepRefused, *messages)
 
 
 @pytest.mark.feature("0.12")
@@ -613,24 +553,21 @@ class Shrinking(nn.Module):
         return x[:, : self.width] * 2.0
 
 
-def shrink(wires, **options):
+def shrunk(wires, **options):
+    """Return what a step raises whose first stage has come to return less, unless it may, and the loss of the next."""
     layers = [Shrinking(), nn.Tanh()]
     inputs = values(1, 4, WIDTH)
     loss = lambda output, target: (output**2).mean()  # noqa: E731
     pipeline = Pipeline(layers, "gpipe", 2, loss, transport=wires, **options)
     pipeline.step(inputs)
     layers[0].width = WIDTH - 2
-    return pipeline, inputs
+    error = None if options else error_of(pipeline.step, inputs)
+    return error, pipeline.step(inputs).loss
 
 
-@pytest.mark.feature("C12")
-def test_a_stage_that_changes_its_shape_fails_on_the_sender_with_both_shapes():
-    def case(wires):
-        pipeline, inputs = shrink(wires)
-        error = error_of(pipeline.step, inputs)
-        return error, pipeline.step(inputs).loss
-
-    (sender, loss), (receiver, _) = on_ranks(2, case)
+@pytest.mark.feature("C12", "X33")
+def test_a_stage_that_changes_its_shape_fails_on_the_sender_with_both_shapes_unless_shapes_may_vary():
+    (sender, loss), (receiver, _) = on_ranks(2, shrunk)
 
     assert (sender.rank, sender.instruction) == (0, "0F0")
     assert all(part in str(sender) for part in ("0F0", "float32[2, 4]", "float32[2, 6]", "variable_shapes=True"))
@@ -638,15 +575,7 @@ def test_a_stage_that_changes_its_shape_fails_on_the_sender_with_both_shapes():
     assert receiver.rank == 0
     assert torch.isfinite(loss)
 
-
-@pytest.mark.feature("X33")
-def test_variable_shapes_allow_a_stage_to_change_its_shape():
-    def case(wires):
-        pipeline, inputs = shrink(wires, variable_shapes=True)
-        return pipeline.step(inputs).loss
-
-    losses = on_ranks(2, case)
-
+    losses = [loss for _, loss in on_ranks(2, partial(shrunk, variable_shapes=True))]
     expected = torch.stack([(part[:, :4] * 2.0).tanh().square().mean() for part in values(1, 4, WIDTH).split(2)])
     torch.testing.assert_close(losses[0], expected.mean())
     assert torch.equal(losses[0], losses[1])
@@ -669,21 +598,26 @@ def test_a_wrong_setting_is_one_clear_error(kind, words, arguments):
     assert words in str(error)
 
 
-@pytest.mark.feature("A10", "E16")
-def test_a_training_step_without_a_loss_says_what_to_pass():
-    pipeline = Pipeline(float_layers(), microbatches=2)
+@pytest.mark.feature("A10", "A11", "E16")
+def test_a_step_without_a_loss_or_backwards_is_refused_and_an_evaluation_builds_no_graph():
+    seen = []
 
-    assert "pass loss=" in str(error_of(pipeline.step, values(1, 4, WIDTH)))
-    assert pipeline.evaluate(values(1, 4, WIDTH), return_outputs=True).outputs.shape == (4, WIDTH)
+    class Watching(nn.Module):
+        def forward(self, x):
+            seen.append(torch.is_grad_enabled())
+            return x
 
+    batch, layers = values(1, 4, WIDTH), [*float_layers(num_layers=1), Watching()]
+    without_loss, forward_only = Pipeline(layers, microbatches=2), Pipeline(layers, "forward-only", 2, square_loss)
 
-def test_a_training_step_on_a_forward_only_schedule_is_refused():
-    pipeline = Pipeline(float_layers(), "forward-only", 2, square_loss)
-
-    error = error_of(pipeline.step, values(1, 4, WIDTH), target=values(2, 4, WIDTH))
-
+    assert "pass loss=" in str(error_of(without_loss.step, batch))
+    error = error_of(forward_only.step, batch, target=values(2, 4, WIDTH))
     assert isinstance(error, ConfigError)
     assert "no backwards" in str(error)
+    assert without_loss.evaluate(batch, return_outputs=True).outputs.shape == (4, WIDTH)
+    Pipeline(layers, "gpipe", 2, square_loss).step(batch, target=values(2, 4, WIDTH))
+    assert seen == [False, False, True, True]
+    assert torch.is_grad_enabled()
 
 
 def test_a_keyword_that_no_layer_of_any_rank_names_is_refused_everywhere():
