@@ -30,20 +30,17 @@ def test_folders_are_searched_by_suffix_in_sorted_order(tmp_path):
     assert names_of(documents) == ["c.txt", "d.py", "b.txt"]
 
 
-def test_a_named_file_is_taken_whatever_its_suffix_and_only_once(tmp_path):
-    (tmp_path / "a.bin").write_text("text")
-    (tmp_path / "b.txt").write_text("text")
+def test_a_named_file_is_taken_whatever_its_suffix_and_only_once_and_pipes_are_left_out_or_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ConfigError, match=r"no file ending in \.txt, \.md lies below") as caught:
+        find_documents([str(tmp_path)], [".txt", ".md"])
+    assert caught.value.key == "data.files"
+    for name in ("a.bin", "b.txt"):
+        (tmp_path / name).write_text("text")
 
     documents = find_documents([str(tmp_path / "a.bin"), str(tmp_path), str(tmp_path / "a.bin")], [".txt"])
 
     assert names_of(documents) == ["a.bin", "b.txt"]
-
-
-def test_pipes_in_folders_are_left_out_and_named_ones_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe.txt")
-    (tmp_path / "a.txt").write_text("text")
-
-    assert names_of(find_documents([str(tmp_path)], [".txt"])) == ["a.txt"]
     with pytest.raises(ConfigError, match=r"pipe\.txt is neither a file nor a folder"):
         find_documents([str(tmp_path / "pipe.txt")], [".txt"])
 
@@ -57,23 +54,6 @@ def test_a_missing_file_is_refused_by_name(tmp_path, name):
 
     assert caught.value.key == "data.files"
     assert name in str(caught.value)
-
-
-def test_an_empty_search_says_what_was_searched(tmp_path):
-    with pytest.raises(ConfigError, match=r"no file ending in \.txt, \.md lies below") as caught:
-        find_documents([str(tmp_path)], [".txt", ".md"])
-
-    assert caught.value.key == "data.files"
-
-
-def test_a_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):
-    path = tmp_path / "latin.txt"
-    path.write_bytes("né".encode() + b"\xe9t\xe9")
-
-    with pytest.raises(ConfigError, match=r"latin\.txt: byte 0xe9 at offset 3 is not UTF-8") as caught:
-        pieces_of(path)
-
-    assert caught.value.key == "data.files"
 
 
 @pytest.mark.parametrize(
@@ -97,15 +77,23 @@ def test_a_piece_ends_behind_a_line_else_before_a_space_else_between_characters(
 
 
 @pytest.mark.parametrize(
-    ("content", "offset"), [(b"0123456\nabc\xff", 11), ("0123456é".encode()[:-1] + b"x", 7), ("é".encode()[:1], 0)]
+    ("content", "byte", "offset"),
+    [
+        ("né".encode() + b"\xe9t\xe9", "0xe9", 3),
+        (b"0123456\nabc\xff", "0xff", 11),
+        ("0123456é".encode()[:-1] + b"x", "0xc3", 7),
+        ("é".encode()[:1], "0xc3", 0),
+    ],
 )
-def test_an_offset_counts_from_the_begin_of_the_file_not_of_a_piece(tmp_path, monkeypatch, content, offset):
+def test_bytes_that_are_not_utf8_are_named_with_their_offset_in_the_file(tmp_path, monkeypatch, content, byte, offset):
     monkeypatch.setattr(corpus, "PIECE_BYTES", 8)
     path = tmp_path / "a.txt"
     path.write_bytes(content)
 
-    with pytest.raises(ConfigError, match=rf"at offset {offset} is not UTF-8"):
+    with pytest.raises(ConfigError, match=rf"a\.txt: byte {byte} at offset {offset} is not UTF-8") as caught:
         pieces_of(path)
+
+    assert caught.value.key == "data.files"
 
 
 def test_the_standard_library_is_megabytes_of_sources_without_tests():

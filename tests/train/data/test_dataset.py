@@ -10,6 +10,8 @@ from penstock.train.data.batches import Wants
 from penstock.train.data.dataset import BatchOptions, TokenDataset, open_dataset
 from penstock.train.data.sequences import Source
 from penstock.train.settings.config import config_from_table
+from tests.train.settings.tables import merged
+from tests.train.tiny_runs import save_tokenizer, tiny_table
 
 COUNTING = np.arange(1001, dtype=np.uint16)
 
@@ -24,23 +26,26 @@ def parts_of(dataset):
     return source.tokens[: source.num_train_tokens], source.tokens[source.held_out.begin :]
 
 
-def dataset_of(tokens=COUNTING, batch_size=4, length=10, held_out_fraction=0.1, seed=0, end_of_document=None):
-    source = Source(
-        tokens, length=length, held_out_fraction=held_out_fraction, end_of_document=end_of_document, seed=seed
-    )
-    return TokenDataset([source], BatchOptions(batch_size, length, seed))
+def source_of(tokens=COUNTING, held_out_fraction=0.1, **options):
+    return Source(tokens, length=10, held_out_fraction=held_out_fraction, **options)
+
+
+def dataset_of(tokens=COUNTING, batch_size=4, seed=0, **options):
+    return TokenDataset([source_of(tokens, seed=seed, **options)], BatchOptions(batch_size, 10, seed))
+
+
+def starts_of(batches):
+    return torch.cat([batch.args[0][:, 0] for batch in batches]).tolist()
 
 
 def config_of(tmp_path, **sections):
-    return config_from_table(
-        {
-            "run": {"folder": "unused", "seed": 3},
-            "data": {"files": [str(tmp_path / "a.txt")], "held_out_fraction": 0.2},
-            "batch": {"size": 4, "length": 8},
-            "pipeline": {"microbatches": 4},
-            **sections,
-        }
-    )
+    tiny = {
+        "run": {"seed": 3},
+        "batch": {"length": 8},
+        "pipeline": {"microbatches": 4},
+        "data": {"held_out_fraction": 0.2},
+    }
+    return config_from_table(merged(tiny_table("unused", tmp_path / "a.txt", **tiny), sections))
 
 
 def test_the_target_is_the_next_token():
@@ -51,26 +56,16 @@ def test_the_target_is_the_next_token():
     assert torch.equal(target, tokens + 1)
 
 
-def test_an_epoch_visits_every_training_window_once():
-    dataset = dataset_of(batch_size=9)
-    num_steps = dataset.num_sequences // 9
+def test_an_epoch_visits_every_training_window_once_in_an_order_of_its_own_and_of_its_seed():
+    datasets = [dataset_of(batch_size=9, seed=seed) for seed in (0, 0, 1)]
 
-    starts = torch.cat([dataset.batch(step).args[0][:, 0] for step in range(num_steps)])
+    orders = [
+        starts_of(map(each.batch, range(*ends))) for each, ends in zip(datasets, [(10,), (10, 20), (10,)], strict=True)
+    ]
 
-    assert dataset.num_sequences == num_steps * 9 == 90
-    assert sorted(starts.tolist()) == list(range(0, 900, 10))
-
-
-def test_epochs_and_seeds_have_orders_of_their_own():
-    def order(dataset, first):
-        return torch.cat([dataset.batch(step).args[0][:, 0] for step in range(first, first + 10)]).tolist()
-
-    dataset = dataset_of(batch_size=9)
-
-    orders = [order(dataset, 0), order(dataset, 10), order(dataset_of(batch_size=9, seed=1), 0)]
-
-    assert len({tuple(each) for each in orders}) == 3
-    assert len({tuple(sorted(each)) for each in orders}) == 1
+    assert datasets[0].num_sequences == 10 * 9
+    assert [sorted(order) for order in orders] == [list(range(0, 900, 10))] * 3
+    assert len(set(map(tuple, orders))) == 3
 
 
 def test_held_out_tokens_are_never_trained_on():
@@ -143,33 +138,29 @@ def test_held_out_batches_are_fixed_and_spread_over_the_whole_part():
 
     few = dataset.held_out_batches(2)
 
-    starts = torch.cat([batch.args[0][:, 0] for batch in few]).tolist()
     same = dataset_of(held_out_fraction=0.5).held_out_batches(2)
-    again = torch.cat([batch.args[0][:, 0] for batch in same]).tolist()
-    assert starts == again == [501, 561, 621, 681, 741, 801, 861, 921]
+    assert starts_of(few) == starts_of(same) == [501, 561, 621, 681, 741, 801, 861, 921]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.03])
-def test_held_out_part_below_one_batch_is_refused(fraction):
+def test_held_out_part_below_one_batch_is_refused_and_a_source_without_any_named(fraction):
     with pytest.raises(ConfigError, match=r"fewer than batch\.size = 4") as caught:
         dataset_of(held_out_fraction=fraction).held_out_batches(1)
 
     assert caught.value.key == "data.held_out_fraction"
+    dataset = TokenDataset([source_of(), source_of(COUNTING[:50])], BatchOptions(4, 10), weights=[1, 1])
+    with pytest.raises(ConfigError, match=r"the held-out part of data\.sources\[1\] is shorter than one sequence"):
+        dataset.held_out_batches(1)
 
 
-@pytest.mark.parametrize(("num_tokens", "is_enough"), [(10, False), (11, True)])
-def test_a_corpus_shorter_than_one_window_is_refused(num_tokens, is_enough):
-    tokens = COUNTING[:num_tokens]
-    if is_enough:
-        assert dataset_of(tokens, held_out_fraction=0.0, batch_size=1).num_sequences == 1
-        return
-
+def test_a_corpus_shorter_than_one_window_is_refused():
+    assert dataset_of(COUNTING[:11], held_out_fraction=0.0, batch_size=1).num_sequences == 1
     with pytest.raises(ConfigError, match=r"10 tokens to train on, but one sequence .* needs 11") as caught:
-        dataset_of(tokens, held_out_fraction=0.0)
+        dataset_of(COUNTING[:10], held_out_fraction=0.0)
     assert caught.value.key == "data.files"
     with pytest.raises(ConfigError, match=r"data\.sources\[1\] has 8 tokens to train on"):
-        TokenDataset([source_of(COUNTING), source_of(COUNTING[:8])], BatchOptions(4, 10), weights=[1, 1])
-    with pytest.raises(ConfigError, match=r"has 3 sequences to train on, fewer than batch\.size = 4") as caught:
+        TokenDataset([source_of(), source_of(COUNTING[:8], number=1)], BatchOptions(4, 10), weights=[1, 1])
+    with pytest.raises(ConfigError, match=r"has 3 sequences to train on, fewer than batch\.size = 4"):
         dataset_of(COUNTING[:31], held_out_fraction=0.0)
 
 
@@ -198,13 +189,11 @@ def test_held_out_tokens_begin_with_a_document(ends, first, look_at_once, monkey
 
 
 def test_no_document_of_a_corpus_is_in_both_parts(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
+    (tmp_path / "a.txt").mkdir()
     for number in range(100):
-        (folder / f"{number}.txt").write_text(f"<{number}>" + "x" * 40)
-    files = {"files": [str(folder)], "held_out_fraction": 0.2}
+        (tmp_path / "a.txt" / f"{number}.txt").write_text(f"<{number}>" + "x" * 40)
 
-    found = open_dataset(config_of(tmp_path, data=files), tmp_path / "cache")
+    found = open_dataset(config_of(tmp_path), tmp_path / "cache")
 
     train, held_out = (bytes(part).split(b"\0") for part in parts_of(found))
     assert all(each.startswith(b"<") for each in held_out if each)
@@ -226,31 +215,24 @@ def test_a_configuration_opens_its_files(tmp_path):
 
 
 def test_the_model_may_have_more_ids_than_the_tokenizer_file_but_not_fewer(tmp_path):
-    import tokenizers
-
-    path = tmp_path / "words.json"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 9}, unk_token="a"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
+    path = save_tokenizer(tmp_path / "words.json", {"a": 0, "b": 9}, unknown="a")
     (tmp_path / "a.txt").write_text("a " * 500)
-    data = {"files": [str(tmp_path / "a.txt")], "tokenizer": str(path)}
 
-    assert open_dataset(config_of(tmp_path, model={"vocabulary": 11}, data=data), tmp_path / "cache").vocabulary == 11
+    def dataset(vocabulary):
+        config = config_of(tmp_path, model={"vocabulary": vocabulary}, data={"tokenizer": path})
+        return open_dataset(config, tmp_path / "cache")
+
+    assert dataset(11).vocabulary == 11
     with pytest.raises(ConfigError, match=r"5 is smaller than the 10 ids") as caught:
-        open_dataset(config_of(tmp_path, model={"vocabulary": 5}, data=data), tmp_path / "cache")
-
+        dataset(5)
     assert caught.value.key == "model.vocabulary"
-
-
-def source_of(tokens, number=0, held_out_fraction=0.1, **options):
-    return Source(tokens, length=10, held_out_fraction=held_out_fraction, number=number, **options)
 
 
 def test_sources_are_drawn_by_weight_and_each_has_epochs_of_its_own():
     sources = [source_of(COUNTING), source_of(COUNTING[:401] + 2000, number=1)]
     dataset = TokenDataset(sources, BatchOptions(8, 10), weights=[1, 3])
 
-    starts = torch.cat([dataset.batch(number).args[0][:, 0] for number in range(45)]).tolist()
+    starts = starts_of(map(dataset.batch, range(45)))
 
     second = [start for start in starts if start >= 2000]
     first = [start for start in starts if start < 2000]
@@ -261,21 +243,14 @@ def test_sources_are_drawn_by_weight_and_each_has_epochs_of_its_own():
 
 
 def test_held_out_sequences_have_the_shares_of_the_weights_and_are_spread_over_each_source():
-    sources = [source_of(COUNTING, held_out_fraction=0.5), source_of(COUNTING + 2000, held_out_fraction=0.5)]
+    sources = [source_of(tokens, held_out_fraction=0.5) for tokens in (COUNTING, COUNTING + 2000)]
     dataset = TokenDataset(sources, BatchOptions(8, 10), weights=[1, 3])
 
-    starts = torch.cat([batch.args[0][:, 0] for batch in dataset.held_out_batches(2)]).tolist()
+    starts = starts_of(dataset.held_out_batches(2))
 
     assert sorted(start for start in starts if start < 2000) == [501 + 10 * (at * 49 // 4) for at in range(4)]
     assert sorted(start for start in starts if start >= 2000) == [2501 + 10 * (at * 49 // 12) for at in range(12)]
     assert dataset.held_out_weights(2) is None
-
-
-def test_a_source_without_held_out_text_is_named():
-    dataset = TokenDataset([source_of(COUNTING), source_of(COUNTING[:50])], BatchOptions(4, 10), weights=[1, 1])
-
-    with pytest.raises(ConfigError, match=r"the held-out part of data\.sources\[1\] is shorter than one sequence"):
-        dataset.held_out_batches(1)
 
 
 ENDS = np.array([3, 4, 40, 45, 60])
@@ -324,7 +299,7 @@ def test_a_configuration_opens_several_sources(tmp_path):
     )
 
     found = [
-        open_dataset(config_of(tmp_path, data={"sources": sources, "held_out_fraction": 0.2}), tmp_path / "cache")
+        open_dataset(config_of(tmp_path, data={"sources": sources, "files": []}), tmp_path / "cache")
         for sources in ([one, two], [two, one], [one, {**two, "weight": 2.0}], [one])
     ]
 

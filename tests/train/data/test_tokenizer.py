@@ -8,22 +8,20 @@ import tokenizers
 
 from penstock.errors import ConfigError
 from penstock.train.data.tokenizer import load_tokenizer, tokenizer_digest, tokenizer_of
-from penstock.train.settings.config import config_from_table
+from tests.train.settings.tables import config_with, refusal_of, table_with
+from tests.train.tiny_runs import save_tokenizer
 
 SPECIAL = [("red", 1), ("green", 0)]
 
 
-def save_tokenizer(path, end=None):
+def saved_words(path, end=None):
     """Three words, with a gap in the ids, and perhaps one that ends a document."""
     words = {"[UNK]": 0, "red": 1, "blue": 70_000} | ({} if end is None else {end: 2})
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
-    return str(path)
+    return save_tokenizer(path, words, unknown="[UNK]")
 
 
 def test_a_document_in_pieces_gets_what_a_tokenizer_adds_once(tmp_path):
-    path = save_tokenizer(tmp_path / "words.json", end="</s>")
+    path = saved_words(tmp_path / "words.json", end="</s>")
     parsed = tokenizers.Tokenizer.from_file(path)
     parsed.post_processor = tokenizers.processors.TemplateProcessing(single="red $A green", special_tokens=SPECIAL)
     parsed.save(path)
@@ -47,7 +45,7 @@ def test_bytes_are_their_own_ids_and_a_document_ends_with_zero():
 
 
 def test_a_tokenizer_file_gives_its_ids_and_room_for_the_largest(tmp_path):
-    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "words.json"))
+    tokenizer = load_tokenizer(saved_words(tmp_path / "words.json"))
 
     assert tokenizer.encode(b"blue red green").tolist() == [70_000, 1, 0]
     assert tokenizer.encode_piece(b"blue", is_first=True, is_last=True).tolist() == [70_000]
@@ -57,36 +55,25 @@ def test_a_tokenizer_file_gives_its_ids_and_room_for_the_largest(tmp_path):
 
 @pytest.mark.parametrize(("end", "expected"), [("", 2), ("red", 1)])
 def test_a_document_ends_with_the_token_of_a_usual_name_or_the_one_that_is_named(tmp_path, end, expected):
-    path = save_tokenizer(tmp_path / "words.json", end="</s>")
+    path = saved_words(tmp_path / "words.json", end="</s>")
 
     tokenizer = load_tokenizer(path, end)
 
     assert tokenizer.end_of_document == expected
     assert tokenizer.encode_piece(b"blue", is_first=True, is_last=True).tolist() == [70_000, expected]
     assert tokenizer.encode(b"blue").tolist() == [70_000]
-    assert load_tokenizer(path).identity != load_tokenizer(path, "red").identity
-
-
-def test_a_token_for_the_end_of_a_document_that_the_file_lacks_is_refused(tmp_path):
+    again = saved_words(tmp_path / "again.json", end="</s>")
+    identities = [load_tokenizer(*given).identity for given in ((path,), (path, "red"), ("bytes",))]
+    assert len(set(identities)) == 3
+    assert load_tokenizer(again).identity == identities[0]
     with pytest.raises(ConfigError, match=r"words.json has no token '<end>'; name one that it has") as caught:
-        load_tokenizer(save_tokenizer(tmp_path / "words.json"), "<end>")
-
+        load_tokenizer(path, "<end>")
     assert caught.value.key == "data.end_of_document"
 
 
-def test_identity_follows_the_content_of_the_file(tmp_path):
-    first, second = (save_tokenizer(tmp_path / name) for name in ("a.json", "b.json"))
-
-    assert load_tokenizer(first).identity == load_tokenizer(second).identity != load_tokenizer("bytes").identity
-
-
-def config_with(**keys):
-    return config_from_table({"run": {"folder": "run"}, "data": {"corpus": "stdlib", **keys}})
-
-
 def test_a_run_knows_its_tokenizer_file_again(tmp_path):
-    path = save_tokenizer(tmp_path / "words.json")
-    began = config_with(tokenizer=path, tokenizer_digest=tokenizer_digest(path))
+    path = saved_words(tmp_path / "words.json")
+    began = config_with(data={"tokenizer": path, "tokenizer_digest": tokenizer_digest(path)})
 
     assert tokenizer_of(began).vocabulary == 70_001
     Path(path).write_text(Path(path).read_text().replace("blue", "grey"))  # as many tokens
@@ -96,15 +83,12 @@ def test_a_run_knows_its_tokenizer_file_again(tmp_path):
         tokenizer_of(began)
 
     assert caught.value.key == "data.tokenizer"
-    assert tokenizer_of(config_with(tokenizer=path)).vocabulary == 70_001, "a run from before there were digests"
-
-
-def test_bytes_have_no_digest_and_a_file_that_is_gone_is_named_by_who_loads_it(tmp_path):
+    assert tokenizer_of(config_with(data={"tokenizer": path})).vocabulary == 70_001, (
+        "a run from before there were digests"
+    )
     assert tokenizer_digest("bytes") == tokenizer_digest(str(tmp_path / "none.json")) == ""
-    with pytest.raises(ConfigError, match="bytes have no tokenizer file") as caught:
-        config_with(tokenizer_digest="ab")
-
-    assert caught.value.key == "data.tokenizer_digest"
+    error = refusal_of(table_with(data={"tokenizer_digest": "ab"}))
+    assert (error.key, "bytes have no tokenizer file" in str(error)) == ("data.tokenizer_digest", True)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +111,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):
 
 
 def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch):
-    path = save_tokenizer(tmp_path / "words.json")
+    path = saved_words(tmp_path / "words.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
 
     with pytest.raises(ConfigError, match=r"pip install '\.\[tokenizers\]' in Penstock's clone"):

@@ -30,14 +30,6 @@ def documents_of(folder):
     return TextFiles(find_documents([str(folder)], [".txt"]))
 
 
-def counting_tokenizer(calls):
-    def encode(content):
-        calls.append(content)
-        return BYTES.encode(content)
-
-    return Tokenizer("bytes", 256, encode, str, 0)
-
-
 def test_each_distinct_document_is_kept_once(corpus, tmp_path):
     found = tokenize(documents_of(corpus), BYTES, tmp_path / "cache")
 
@@ -74,26 +66,17 @@ def test_progress_is_told_after_each_piece_in_bytes(corpus, tmp_path):
     )
 
 
-def test_the_second_run_tokenizes_nothing(corpus, tmp_path):
+def test_the_second_run_tokenizes_nothing_and_one_with_another_cache_takes_from_there(corpus, tmp_path):
     calls = []
-    tokenizer = counting_tokenizer(calls)
+    tokenizer = Tokenizer("bytes", 256, lambda content: calls.append(content) or BYTES.encode(content), str, 0)
+    others = [tmp_path / "missing", tmp_path / "cache"]
 
     first = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
-    num_calls = len(calls)
-    second = tokenize(documents_of(corpus), tokenizer, tmp_path / "cache")
+    assert len(calls) == 2
+    assert tokenize(documents_of(corpus), tokenizer, tmp_path / "cache") == first
+    found = tokenize(documents_of(corpus), tokenizer, tmp_path / "second", other_caches=others)
 
-    assert num_calls == len(calls) == 2
-    assert first == second
-
-
-def test_tokens_that_another_cache_holds_are_taken_from_there(corpus, tmp_path):
-    made = tokenize(documents_of(corpus), BYTES, tmp_path / "first")
-
-    calls = []
-    others = [tmp_path / "missing", tmp_path / "first"]
-    found = tokenize(documents_of(corpus), counting_tokenizer(calls), tmp_path / "second", other_caches=others)
-
-    assert (calls, found.path) == ([], made.path)
+    assert (len(calls), found.path) == (2, first.path)
     assert not (tmp_path / "second").exists()
 
 
@@ -141,7 +124,7 @@ def test_tokens_take_the_smallest_type_that_holds_the_vocabulary(corpus, tmp_pat
     assert found.manifest.item_bytes == item_bytes
 
 
-def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path):
+def test_an_empty_corpus_and_a_cache_that_cannot_be_created_are_refused_and_leave_nothing(tmp_path):
     (tmp_path / "a.txt").touch()
 
     with pytest.raises(ConfigError, match="the corpus is empty: its 1 files hold no text") as caught:
@@ -149,13 +132,9 @@ def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path):
 
     assert caught.value.key == "data.files"
     assert os.listdir(tmp_path / "cache") == []
-
-
-def test_a_cache_that_cannot_be_created_is_named(corpus, tmp_path):
-    (tmp_path / "file").touch()
-
-    with pytest.raises(ConfigError, match=r"file/cache: the folder for tokens cannot be created: Not a directory"):
-        tokenize(documents_of(corpus), BYTES, tmp_path / "file" / "cache")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"a\.txt/cache: the folder for tokens cannot be created: Not a directory"):
+        tokenize(documents_of(tmp_path), BYTES, tmp_path / "a.txt" / "cache")
 
 
 def test_a_document_that_changes_between_the_two_readings_is_refused(corpus, tmp_path):
@@ -200,13 +179,6 @@ def test_a_document_that_is_larger_than_the_memory_it_may_take_is_tokenized(tmp_
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
     assert int(done.stdout) < allowed_mib
-
-
-def fail_with(error, cache):
-    """Write into a token file until an error or an interruption comes."""
-    with unfinished_tokens(cache, "key") as writer:
-        writer.write(IDS, is_last=True)
-        raise error
 
 
 @pytest.fixture
@@ -260,12 +232,21 @@ def test_a_folder_that_goes_while_a_process_makes_it_is_not_missed(tmp_path, mon
     assert (tmp_path / "a.tokens").read_bytes() == IDS.tobytes()
 
 
-def test_an_error_and_an_interruption_remove_what_is_written(tmp_path):
-    with pytest.raises(PenstockError, match="cannot be written: No space left"):
-        fail_with(OSError(28, "No space left on device"), tmp_path)
-    assert os.listdir(tmp_path) == []
-    with pytest.raises(KeyboardInterrupt):
-        fail_with(KeyboardInterrupt(), tmp_path)
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        (OSError(28, "No space left on device"), PenstockError, "cannot be written: No space left"),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+    ],
+)
+def test_an_error_and_an_interruption_remove_what_is_written(tmp_path, error, raised, told):
+    def fail():
+        with unfinished_tokens(tmp_path, "key") as writer:
+            writer.write(IDS, is_last=True)
+            raise error
+
+    with pytest.raises(raised, match=told):
+        fail()
     assert os.listdir(tmp_path) == []
 
 

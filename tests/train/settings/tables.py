@@ -8,8 +8,17 @@ from penstock.train.settings.config import config_from_table
 MINIMAL = {"run": {"folder": "runs/x"}, "data": {"corpus": "stdlib"}}
 
 
+def merged(table, sections):
+    """Return a table with these sections, whose keys go before those of the table."""
+    return table | {name: table.get(name, {}) | keys for name, keys in sections.items()}
+
+
 def table_with(**sections):
-    return {name: {**MINIMAL.get(name, {}), **sections.get(name, {})} for name in {**MINIMAL, **sections}}
+    return merged(MINIMAL, sections)
+
+
+def config_with(**sections):
+    return config_from_table(table_with(**sections))
 
 
 def refusal_of(table):
