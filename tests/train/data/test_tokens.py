@@ -236,7 +236,7 @@ def test_a_folder_that_goes_while_a_process_makes_it_is_not_missed(tmp_path, mon
     ("error", "raised", "told"),
     [
         (OSError(28, "No space left on device"), PenstockError, "cannot be written: No space left"),
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
     ],
 )
 def test_an_error_and_an_interruption_remove_what_is_written(tmp_path, error, raised, told):

@@ -1,6 +1,5 @@
 """A run on a user's own data: it trains, resumes where it was, and says what is wrong with them."""
 
-import io
 import re
 from textwrap import dedent
 
@@ -11,8 +10,9 @@ from safetensors.torch import load_file
 from penstock.errors import CheckpointError, ConfigError, StepRefused
 from penstock.train.data.batches import Wants
 from penstock.train.data.user_data import UserDataset, UserSource
-from penstock.train.loop import train
 from penstock.train.settings.config import config_from_table
+from tests.train.settings.tables import merged, refusal_of
+from tests.train.tiny_runs import tiny_table, trained
 
 MINE = """
 import torch
@@ -59,61 +59,45 @@ def table(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
 
     def make(function, folder="run", **sections):
-        table = {
-            "run": {"folder": folder, "steps": 6, "evaluate_every": 3, "evaluate_batches": 2, "record_step": 0},
-            "pipeline": {"ranks": 1, "microbatches": 2},
-            "model": {"width": 16, "layers": 1, "heads": 2, "key_value_heads": 1, "hidden": 16},
-            "data": {"source": f"mine.py:{function}"},
-            "batch": {"size": 4, "length": 8, "accumulate": 2},
-            "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, "learning_rate_schedule": "constant"},
-            "checkpoint": {"every": 2},
-        }
-        return table | {name: table.get(name, {}) | given for name, given in sections.items()}
+        table = tiny_table(
+            folder,
+            run={"steps": 6, "evaluate_every": 3, "evaluate_batches": 2},
+            batch={"length": 8, "accumulate": 2},
+            optimizer={"learning_rate": 1e-2, "learning_rate_schedule": "constant"},
+            checkpoint={"every": 2},
+        )
+        return merged(table | {"data": {"source": f"mine.py:{function}"}}, sections)
 
     return make
 
 
-def run(table):
-    output = io.StringIO()
-    result = train(config_from_table(table), output=output)
-    return result, output.getvalue()
-
-
 @pytest.mark.parametrize(("function", "prefetch"), [("Stateful", 3), ("plain", 0)])
-def test_a_run_resumes_with_the_batches_that_it_has_not_seen(table, tmp_path, function, prefetch):
+def test_a_run_resumes_with_the_batches_that_it_has_not_seen_and_with_no_others(table, tmp_path, function, prefetch):
     data = {"source": f"mine.py:{function}", "prefetch": prefetch}
-    expected, _ = run(table(function, "whole", data=data))
+    expected, _ = trained(table(function, "whole", data=data))
 
-    run(table(function, data=data, run={"steps": 3}))
-    result, printed = run(table(function, data=data))
+    trained(table(function, data=data, run={"steps": 3}))
+    result, printed = trained(table(function, data=data))
 
     assert (result.loss, result.held_out_loss) == (expected.loss, expected.held_out_loss)
     weights, others = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "run"))
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     passed = "mine.py:plain has no state_dict: 6 batches were passed over"
     assert printed.count(passed) == (function == "plain")
-
-
-def test_other_data_are_refused_when_a_run_resumes(table, tmp_path):
-    run(table("plain", run={"steps": 3}))
     (tmp_path / "mine.py").write_text(MINE.replace("97, 123", "97, 122"))
-
     with pytest.raises(CheckpointError, match=r"data\.tokenizer or data\.source have changed"):
-        run(table("plain"))
+        trained(table(function, data=data, run={"steps": 7}))
 
 
-def test_nothing_is_evaluated_without_a_split_which_is_said_once(table):
-    result, printed = run(table("unsplit"))
+def test_nothing_is_evaluated_without_a_split_which_is_said_once_and_an_error_of_the_source_has_its_line(table):
+    result, printed = trained(table("unsplit"))
 
     assert result.held_out_loss is None
     assert printed.count("nothing is evaluated, since mine.py:unsplit takes no parameter `split`") == 1
     with pytest.raises(ConfigError, match=r"run\.patience: needs evaluations, but mine\.py:unsplit takes no parameter"):
-        run(table("unsplit", run={"patience": 1}))
-
-
-def test_an_error_of_the_source_ends_the_step_that_needs_it_with_file_and_line(table):
+        trained(table("unsplit", run={"patience": 1}))
     with pytest.raises(StepRefused, match=r"mine\.py:\d+: data\.source = 'mine\.py:ends' failed: OSError: the disk"):
-        run(table("ends", batch={"accumulate": 1}))
+        trained(table("ends", batch={"accumulate": 1}))
 
 
 def test_a_rank_between_reads_only_the_first_batch(table):
@@ -172,28 +156,15 @@ def test_an_earlier_batch_is_the_same_again(table):
     ],
 )
 def test_a_source_stands_alone(table, data, key):
-    with pytest.raises(ConfigError) as caught:
-        config_from_table(table("plain", data=data))
-
-    assert caught.value.key == key
+    assert refusal_of(table("plain", data=data)).key == key
 
 
 @pytest.fixture
-def source_of(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+def source_of(table, tmp_path):
     def make(body, name="batches"):
         head = "import torch\nones = lambda: torch.ones(4, 8, dtype=torch.int64)\n"
         (tmp_path / "mine.py").write_text(head + dedent(body))
-        config = config_from_table(
-            {
-                "run": {"folder": "run", "seed": 7},
-                "data": {"source": f"mine.py:{name}"},
-                "batch": {"size": 4, "length": 8},
-                "pipeline": {"microbatches": 4},
-            }
-        )
-        return UserSource(config, 256)
+        return UserSource(config_from_table(table(name, run={"seed": 7})), 256)
 
     return make
 

@@ -1,7 +1,6 @@
 """The run folder is there and writable before a run begins, and files of earlier runs are kept apart."""
 
 import gc
-import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +10,17 @@ import pytest
 from penstock.errors import ConfigError, PenstockError
 from penstock.execute.observing.log import LOG
 from penstock.train.folder.run_folder import HeldFolder, RunFolder, numbered_folders, run_log, run_path
-from penstock.train.settings.config import config_from_table, config_to_toml
+from penstock.train.settings.config import config_to_toml
 from tests.package.test_files import largest_file
+from tests.train.settings.tables import config_with
 
 
 def config_in(folder):
-    return config_from_table({"run": {"folder": str(folder)}, "data": {"corpus": "stdlib"}})
+    return config_with(run={"folder": str(folder)})
+
+
+def force(folder):
+    RunFolder(folder).begin(config_in(folder), is_forced=True)
 
 
 RESULTS = [
@@ -66,10 +70,6 @@ def test_a_run_that_continues_keeps_its_files_and_counts_as_unfinished_once_it_g
     assert len(os.listdir(tmp_path / "checkpoints")) == 1
 
 
-def force(folder):
-    RunFolder(folder).begin(config_in(folder), is_forced=True)
-
-
 def test_a_run_that_is_forced_removes_what_runs_have_left(tmp_path):
     leave_a_run(tmp_path)
     RunFolder(tmp_path).begin(config_in(tmp_path))
@@ -84,33 +84,20 @@ def test_a_run_that_is_forced_removes_what_runs_have_left(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "notes.txt",
-        "earlier-1/thesis.tex",
-        "tensorboard/a/b",
-        "checkpoints/step-1/thesis.tex",
-    ],
+    ["notes.txt", "earlier-1/thesis.tex", "tensorboard/a/b", "checkpoints/step-1/thesis.tex", "config.toml"],
 )
-def test_a_folder_with_files_that_no_run_wrote_is_never_emptied(tmp_path, name):
+def test_a_folder_with_files_or_a_config_that_no_run_wrote_is_never_emptied(tmp_path, name):
     leave_a_run(tmp_path)
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text("precious")
+    (tmp_path / name).write_text("[theirs]")
     before = sorted(tmp_path.rglob("*"))
 
     told = rf"holds what no run wrote \({name.partition('/')[0]}.*set another run\.folder"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=r"config\.toml is not of a run\. " if name == "config.toml" else told):
         force(tmp_path)
 
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_config_of_another_program_is_never_removed(tmp_path):
-    (tmp_path / "config.toml").write_text("[theirs]\nkey = 1\n")
-
-    with pytest.raises(ConfigError, match=r"config\.toml is not of a run\. "):
-        force(tmp_path)
-
-    assert "theirs" in (tmp_path / "config.toml").read_text()
+    assert (tmp_path / name).read_text() == "[theirs]"
 
 
 def test_links_are_removed_and_not_followed(tmp_path):
@@ -132,16 +119,10 @@ def test_numbers_are_read_as_numbers_and_other_names_are_left_alone(tmp_path):
     found = numbered_folders(tmp_path / "run")
 
     assert found == {1: tmp_path / "run", 2: tmp_path / "run-2", 10: tmp_path / "run-10"}
+    assert RunFolder(tmp_path / "run-10").other_tokens == [found[2] / "tokens", found[1] / "tokens"]
+    assert RunFolder(tmp_path / "elsewhere").other_tokens == []
     assert numbered_folders(tmp_path / "none") == {}
     assert numbered_folders(tmp_path / "missing" / "none") == {}
-
-
-def test_the_caches_of_the_other_numbers_are_known(tmp_path):
-    for name in ("run", "run-2", "run-3"):
-        (tmp_path / name).mkdir()
-
-    assert RunFolder(tmp_path / "run-3").other_tokens == [tmp_path / "run-2" / "tokens", tmp_path / "run" / "tokens"]
-    assert RunFolder(tmp_path / "elsewhere").other_tokens == []
 
 
 def test_a_folder_has_a_name(tmp_path, monkeypatch):
@@ -159,17 +140,14 @@ def test_a_folder_has_a_name(tmp_path, monkeypatch):
         ("file/run", "file/run: cannot be written: Not a directory"),
     ],
 )
-def test_a_file_in_place_of_the_folder_or_of_a_parent_is_named(tmp_path, name, told):
+def test_a_file_in_place_of_the_folder_or_of_a_parent_and_a_full_disk_are_met_before_training(tmp_path, name, told):
     (tmp_path / "file").write_text("")
 
     with pytest.raises(PenstockError, match=told):
         RunFolder(tmp_path / name).begin(config_in(tmp_path))
-
-
-def test_a_full_disk_is_met_before_training(tmp_path):
+    (tmp_path / "file").unlink()
     with largest_file(10), pytest.raises(PenstockError, match=r"config\.toml: cannot be written"):
         RunFolder(tmp_path).begin(config_in(tmp_path))
-
     assert os.listdir(tmp_path) == []
 
 
@@ -215,27 +193,14 @@ def said(folder):
 
 
 @pytest.mark.feature("A17")
-def test_a_level_writes_what_is_at_least_as_grave(tmp_path):
-    (tmp_path / "info").mkdir()
-    (tmp_path / "debug").mkdir()
-
-    with run_log(tmp_path / "info", 0, "info"):
-        info = said(tmp_path / "info")
-    with run_log(tmp_path / "debug", 3, "debug"):
-        debug = said(tmp_path / "debug")
-
-    assert info == ["INFO the plan"]
-    assert debug == ["DEBUG a message", "INFO the plan"]
-    assert (tmp_path / "debug" / "rank3.log").exists()
-
-
-def test_off_writes_nothing_and_nothing_is_left_behind(tmp_path):
+def test_a_level_writes_what_is_at_least_as_grave_and_leaves_nothing_behind(tmp_path):
     handlers, level = list(LOG.handlers), LOG.level
+    found = {}
+    for rank, name in enumerate(("info", "debug", "off")):
+        (tmp_path / name).mkdir()
+        with run_log(tmp_path / name, rank, name):
+            found[name] = said(tmp_path / name)
 
-    with run_log(tmp_path, 0, "off"):
-        pass
-    with run_log(tmp_path, 1, "debug"):
-        assert LOG.isEnabledFor(logging.DEBUG)
-
+    assert found == {"info": ["INFO the plan"], "debug": ["DEBUG a message", "INFO the plan"], "off": []}
+    assert {path.name for path in tmp_path.rglob("*.log")} == {"rank0.log", "rank1.log"}
     assert (list(LOG.handlers), LOG.level) == (handlers, level)
-    assert [path.name for path in tmp_path.iterdir()] == ["rank1.log"]

@@ -42,16 +42,16 @@ def end(process):
     process.join()
 
 
-def test_one_process_holds_a_folder_and_is_named(tmp_path, hold):
+def test_one_process_holds_a_folder_and_is_named_until_it_is_killed(tmp_path, hold):
+    assert RunLock.join(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
     process = hold()
 
     assert RunLock.take(tmp_path) is None
     assert holder_of(tmp_path) == f"process {process.pid}"
-
-
-def test_a_killed_process_holds_nothing(tmp_path, hold):
-    end(hold())
-
+    (tmp_path / ".lock").write_text("17 elsewhere\n")
+    assert holder_of(tmp_path) == "process 17 on elsewhere"
+    end(process)
     assert holder_of(tmp_path) == ""
     lock = RunLock.take(tmp_path)
     assert lock is not None
@@ -86,13 +86,6 @@ def test_the_holder_that_is_named_is_one_that_lives(tmp_path, hold):
     assert holder_of(tmp_path) == f"process {second.pid}"
 
 
-def test_a_holder_on_another_host_is_named_with_its_host(tmp_path, hold):
-    hold()
-    (tmp_path / ".lock").write_text("17 elsewhere\n")
-
-    assert holder_of(tmp_path) == "process 17 on elsewhere"
-
-
 def test_a_lock_file_that_was_removed_meanwhile_is_not_held(tmp_path, monkeypatch):
     """The process that removes the file holds it, and another process may have opened it before."""
 
@@ -110,7 +103,7 @@ def test_a_lock_file_that_was_removed_meanwhile_is_not_held(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_link_in_its_place_is_refused_and_its_target_left_alone(tmp_path, is_there):
+def test_a_link_in_its_place_or_a_pipe_is_refused_and_its_target_left_alone(tmp_path, is_there):
     target = tmp_path / "thesis.tex"
     if is_there:
         target.write_text("all of it")
@@ -122,20 +115,10 @@ def test_a_link_in_its_place_is_refused_and_its_target_left_alone(tmp_path, is_t
 
     assert holder_of(tmp_path / "run") == ""
     assert (target.read_text() if is_there else target.exists()) == ("all of it" if is_there else False)
-
-
-def test_a_pipe_in_its_place_is_refused(tmp_path):
     os.mkfifo(tmp_path / ".lock")
-
     for look in (RunLock.take, RunLock.join):
         with pytest.raises(PenstockError, match="is not a regular file"):
             look(tmp_path)
-    assert holder_of(tmp_path) == ""
-
-
-def test_a_folder_without_a_lock_is_joined_without_one(tmp_path):
-    assert RunLock.join(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
     assert holder_of(tmp_path) == ""
 
 

@@ -62,10 +62,7 @@ def test_all_ranks_learn_what_each_stage_takes(shard):
     assert all((seconds > 0) is (found.shards > 1) for seconds in found.unshard_s)
     assert min(*found.reduce_s, found.replica_latency_s, found.replica_bandwidth_bytes_per_s) > 0
     assert all(gradient is None for _, gradients in results for gradient in gradients)
-
-
-def test_one_replica_has_nothing_to_measure():
-    assert [found for found, _ in on_mesh(2, 1, measure, "full")] == [None, None]
+    assert on_mesh(1, 1, measure, shard)[0][0] is None, "one replica has nothing to measure"
 
 
 def test_a_step_behind_it_is_that_of_a_pipeline_that_was_not_measured():

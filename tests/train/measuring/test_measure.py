@@ -65,26 +65,18 @@ def sleepers(clock, *durations_s):
     return [Sleeper(clock, duration_s) for duration_s in durations_s]
 
 
-def test_a_layer_that_sleeps_twice_as_long_gets_twice_the_weight():
-    clock = FakeClock()
-
-    times = measure_layers(sleepers(clock, 1.0, 2.0, 1.0), (batch(),), clock=clock)
-
-    assert times == LayerTimes(("0", "1", "2"), (1.0, 2.0, 1.0), (2.0, 4.0, 2.0))
-    assert times.weights == (3.0, 6.0, 3.0)
-
-
 @pytest.mark.feature("X28")
-def test_the_split_follows_what_layers_take():
+def test_a_layer_that_sleeps_three_times_as_long_gets_three_times_the_weight_and_the_split_follows():
     clock = FakeClock()
     layers = sleepers(clock, 3.0, 1.0, 1.0, 1.0)
 
-    weights = measure_layers(layers, (batch(),), clock=clock).weights
+    times = measure_layers(layers, (batch(),), clock=clock)
 
-    assert [len(part) for part in split_layers(4, 2, weights=weights)] == [1, 3]
-    pipeline = Pipeline(layers, "1f1b", 2, square_loss, weights=weights)
-    assert pipeline.layer_weights == weights
-    pipeline.close()
+    assert times == LayerTimes(("0", "1", "2", "3"), (3.0, 1.0, 1.0, 1.0), (6.0, 2.0, 2.0, 2.0))
+    assert times.weights == (9.0, 3.0, 3.0, 3.0)
+    assert [len(part) for part in split_layers(4, 2, weights=times.weights)] == [1, 3]
+    with Pipeline(layers, "1f1b", 2, square_loss, weights=times.weights) as pipeline:
+        assert pipeline.layer_weights == times.weights
 
 
 def test_the_median_counts_so_that_one_slow_round_does_not():
@@ -98,26 +90,16 @@ def test_the_median_counts_so_that_one_slow_round_does_not():
     assert (times.forward_s, times.backward_s) == ((1.0,), (2.0,))
 
 
-def test_the_loss_is_part_of_the_last_layer():
-    clock = FakeClock()
-
-    def loss(output, target):
-        return square_loss(Sleep.apply(output, clock, 10.0), target)
-
-    times = measure_layers(sleepers(clock, 1.0, 1.0), (batch(),), target=batch(), loss=loss, clock=clock)
-
-    assert (times.forward_s, times.backward_s) == ((1.0, 11.0), (2.0, 22.0))
-
-
-def test_a_loss_may_give_a_sum_and_its_weight_and_be_told_its_factor():
-    told = []
+def test_the_loss_is_part_of_the_last_layer_gives_a_sum_and_its_weight_and_is_told_its_factor():
+    clock, told = FakeClock(), []
 
     def loss(output, target, *, weight):
         told.append(weight)
-        return ((output - target) ** 2).sum(), target.numel()
+        return square_loss(Sleep.apply(output, clock, 10.0), target), target.numel()
 
-    measure_layers([nn.Linear(WIDTH, WIDTH)], (batch(),), target=batch(), loss=loss, num_rounds=1)
+    times = measure_layers(sleepers(clock, 1.0, 1.0), (batch(),), target=batch(), loss=loss, num_rounds=1, clock=clock)
 
+    assert (times.forward_s, times.backward_s) == ((1.0, 11.0), (2.0, 22.0))
     assert told == [1.0, 1.0]
 
 
@@ -165,16 +147,6 @@ def test_a_layer_is_built_only_while_it_is_measured():
     assert not alive
 
 
-def test_keywords_reach_the_layers_that_name_them():
-    class Scaled(nn.Linear):
-        def forward(self, features, scale):
-            return super().forward(features) * scale
-
-    layers = [nn.Linear(WIDTH, WIDTH), Scaled(WIDTH, WIDTH)]
-
-    assert len(measure_layers(layers, (batch(),), {"scale": torch.tensor(2.0)}, num_rounds=1).weights) == 2
-
-
 class Down(nn.Module):
     def __init__(self, clock):
         super().__init__()
@@ -202,7 +174,7 @@ def test_skips_reach_the_layers_that_get_them_and_their_backward_counts():
     assert measure_layers(layers, (batch(),), clock=clock).backward_s == (2.0, 0.0, 0.0)
 
 
-def test_what_layers_add_to_the_loss_counts_and_is_forgotten():
+def test_what_layers_add_to_the_loss_counts_and_is_forgotten_and_keywords_reach_them():
     clock = FakeClock()
 
     class Router(nn.Linear):
@@ -210,43 +182,35 @@ def test_what_layers_add_to_the_loss_counts_and_is_forgotten():
             super().__init__(WIDTH, WIDTH)
             self.balance = AuxiliaryLoss("balance")
 
-        def forward(self, features):
-            self.balance.add(Sleep.apply(self.weight, clock, 1.0).sum())
+        def forward(self, features, scale):
+            self.balance.add(Sleep.apply(self.weight, clock, scale).sum())
             return super().forward(features)
 
     router = Router()
 
-    assert measure_layers([router], (batch(),), clock=clock).backward_s == (2.0,)
+    assert measure_layers([router], (batch(),), {"scale": 1.0}, clock=clock).backward_s == (2.0,)
     assert router.balance.take() is None
-    router(batch())
+    router(batch(), scale=1.0)
     assert router.balance.take() is not None
 
 
-def measured_on(transport, clocks):
-    clock = clocks[transport.rank]
-    return measure_layers(sleepers(clock, 1.0, 2.0), (batch(),), transport=transport, clock=clock)
-
-
-def test_all_ranks_get_the_times_of_the_first():
+def test_all_ranks_get_the_times_of_the_first_and_if_it_fails_all_do_and_the_others_say_why():
     clocks = [FakeClock(), FakeClock()]
 
-    first, second = on_ranks(2, measured_on, clocks)
+    def measure(transport):
+        clock = clocks[transport.rank]
+        return measure_layers(sleepers(clock, 1.0, 2.0), (batch(),), transport=transport, clock=clock)
 
-    assert first == second == LayerTimes(("0", "1"), (1.0, 2.0), (2.0, 4.0))
+    def fail(transport):
+        return error_of(measure_layers, [lambda: "no module"], (batch(),), transport=transport)
+
+    assert on_ranks(2, measure) == [LayerTimes(("0", "1"), (1.0, 2.0), (2.0, 4.0))] * 2
     assert clocks[1].now_s == 0.0
 
-
-def refused_on(transport):
-    return error_of(measure_layers, [lambda: "no module"], (batch(),), transport=transport)
-
-
-def test_if_the_first_rank_fails_all_do_and_the_others_say_why():
-    first, second = on_ranks(2, refused_on)
-
+    first, second = on_ranks(2, fail)
     assert isinstance(first, PartitionError)
     assert "layer '0' builds a str" in str(first)
-    assert isinstance(second, PipelineError)
-    assert second.rank == 0
+    assert (type(second), second.rank) == (PipelineError, 0)
     assert "rank 1: rank 0 could not measure the layers" in str(second)
     assert str(first) in str(second)
 

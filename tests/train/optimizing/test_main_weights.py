@@ -101,7 +101,7 @@ def test_what_was_saved_goes_on_bit_for_bit_where_it_is_loaded(num_steps, optimi
             assert torch.equal(named[name], others[name])
 
 
-def test_a_state_without_a_main_weight_is_refused_and_changes_nothing():
+def test_a_state_without_a_main_weight_is_refused_and_changes_nothing_and_weights_from_outside_are_taken():
     named, optimizer = make()
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     saved = make(seed=1)[1].state_dict()
@@ -109,17 +109,11 @@ def test_a_state_without_a_main_weight_is_refused_and_changes_nothing():
 
     with pytest.raises(CheckpointError, match=r"parameter 1 .* of shape \(5,\), but its saved state has none"):
         optimizer.load_state_dict(saved)
-
     assert all(torch.equal(named[name], before[name]) for name in SHAPES)
 
-
-def test_weights_that_were_changed_from_outside_become_the_main_weights():
-    named, optimizer = make()
     with torch.no_grad():
         named["vector"].fill_(3.0)
-
     optimizer.take_weights()
-
     assert optimizer.state[named["vector"]][MAIN_WEIGHT].tolist() == [3.0] * 5
 
 
@@ -131,11 +125,6 @@ def test_without_gradients_beside_the_parameters_it_says_what_is_missing():
 
 
 # ---- memory
-
-
-def bfloat16_layers():
-    config = DecoderConfig(vocabulary=64, length=64, width=128, layers=4, heads=2, key_value_heads=2, hidden=256)
-    return Precision(PrecisionSection(compute="bfloat16")).cast(decoder_layers(config))
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
@@ -152,8 +141,9 @@ def test_the_model_of_memory_knows_main_weights_and_sums_in_float32(schedule):
         num_parameters = sum(parameter.numel() for parameter in pipeline.parameters())
         return report, num_parameters, sum(buffer.nbytes for buffer in buffers)
 
-    options = {"schedule": schedule, "microbatches": 8, "main_gradients": True}
-    results = on_small_pipelines(2, case, bfloat16_layers(), **options)
+    shape = DecoderConfig(vocabulary=64, length=64, width=128, layers=4, heads=2, key_value_heads=2, hidden=256)
+    layers = Precision(PrecisionSection(compute="bfloat16")).cast(decoder_layers(shape))
+    results = on_small_pipelines(2, case, layers, schedule=schedule, microbatches=8, main_gradients=True)
 
     for (report, num_parameters, buffer_bytes), memory in zip(results, results[0][0].ranks, strict=True):
         gradients = sum(stage.gradient_bytes for stage in memory.stages)

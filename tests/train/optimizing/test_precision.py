@@ -51,6 +51,13 @@ def test_only_a_cast_has_main_weights_and_only_float16_a_scale():
     assert [each.has_main_weights for each in cases] == [False, True, True, False]
     assert [each.scales_losses for each in cases] == [False, False, True, True]
     assert all(layer().weight.dtype is torch.float32 for layer in cases[3].cast(small_layers()[:1]))
+    described = [
+        "float32",
+        "bfloat16 with float32 main weights",
+        "float16 with float32 main weights",
+        "float16 by autocast",
+    ]
+    assert [each.describe(ModelSection()) for each in cases] == described
 
 
 @pytest.mark.parametrize(("autocast", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
@@ -59,14 +66,6 @@ def test_a_region_casts_only_where_it_was_asked_for(autocast, dtype):
 
     with precision("bfloat16", autocast=autocast).region(CPU):
         assert (ones @ ones).dtype is dtype
-
-
-def test_each_is_described():
-    model = ModelSection()
-
-    assert precision().describe(model) == "float32"
-    assert precision("bfloat16").describe(model) == "bfloat16 with float32 main weights"
-    assert precision("float16", autocast=True).describe(model) == "float16 by autocast"
 
 
 def test_a_loss_is_scaled_to_its_share_and_against_underflow_only_in_float16():
@@ -89,14 +88,8 @@ def test_a_type_that_is_slower_on_this_cpu_is_noted(compute):
         "Leave precision.compute out to train faster"
     )
     assert note_on_speed(precision(compute), CPU, native.__getitem__) == ""
-
-
-def test_speed_is_measured_on_a_cpu_only_and_for_other_types_only():
-    def refuse(dtype):
-        raise AssertionError("nothing to measure")
-
-    assert note_on_speed(precision(), CPU, refuse) == ""
-    assert note_on_speed(precision("bfloat16"), torch.device("cuda", 0), refuse) == ""
+    assert note_on_speed(precision(), CPU, emulated.__getitem__) == ""
+    assert note_on_speed(precision(compute), torch.device("cuda", 0), emulated.__getitem__) == ""
 
 
 def test_the_measured_seconds_are_those_of_the_type(monkeypatch):

@@ -1,7 +1,5 @@
 """The configuration of a run."""
 
-import re
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.pipeline import Pipeline
 from penstock.train.settings.config import config_from_table, config_to_toml, load_config
-from tests.train.settings.tables import MINIMAL, refusal_of, table_with
+from tests.train.settings.tables import MINIMAL, config_with, refusal_of, table_with
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -21,43 +19,28 @@ def test_the_demo_loads_and_overrides_change_it():
     config = load_config(EXAMPLES / "demo.toml", ["batch.size=32", "model.dtype=bfloat16", "pipeline.split=[3, 4]"])
 
     assert config.run.folder == "runs/demo"
-    assert config.batch.size == 32
-    assert config.model.dtype == "bfloat16"
-    assert config.pipeline.split == (3, 4)
+    assert (config.batch.size, config.model.dtype, config.pipeline.split) == (32, "bfloat16", (3, 4))
+    for split in ("declared", "even", "measured"):
+        named = load_config(EXAMPLES / "demo.toml", [f"pipeline.split={split}"])
+        assert named.pipeline.split == split
+        assert f'\nsplit = "{split}"\n' in config_to_toml(named)
 
 
-@pytest.mark.parametrize("split", ["declared", "even", "measured"])
-def test_the_rule_of_the_split_can_be_named(split):
-    config = load_config(EXAMPLES / "demo.toml", [f"pipeline.split={split}"])
+def test_defaults_are_a_valid_run_and_what_is_left_out_follows_from_what_is_given():
+    config, text = config_with(), config_to_toml(config_with())
 
-    assert config.pipeline.split == split
-    assert f'\nsplit = "{split}"\n' in config_to_toml(config)
-
-
-def test_a_run_file_has_as_many_microbatches_as_a_pipeline_by_default():
-    layers = [nn.Linear(2, 2) for _ in range(2)]
-
-    with closing(Pipeline(layers, ranks=1)) as pipeline:
-        assert config_from_table(MINIMAL).pipeline.microbatches == pipeline.schedule.num_microbatches == 8
-
-
-def test_the_defaults_are_a_valid_run():
-    config = config_from_table(MINIMAL)
-
-    assert config.max_length == config.batch.length
-    assert config.batch_plan.full == 1
-    assert config_from_table(table_with(model={"length": 512})).max_length == 512
-
-
-def test_the_last_step_is_recorded_where_the_run_is_shorter():
-    recorded = [
-        config_from_table(
-            table_with(run={"steps": steps, "record_step": 20}, optimizer={"warmup_steps": 0})
-        ).recorded_step
-        for steps in (5, 50)
-    ]
-
-    assert recorded == [5, 20]
+    assert (config.max_length, config.batch_plan.full) == (config.batch.length, 1)
+    assert config_with(model={"length": 512}).max_length == 512
+    for steps, recorded in ((5, 5), (50, 20)):
+        run = {"steps": steps, "record_step": 20}
+        assert config_with(run=run, optimizer={"warmup_steps": 0}).recorded_step == recorded
+    with Pipeline([nn.Linear(2, 2)], ranks=1) as pipeline:
+        assert config.pipeline.microbatches == pipeline.schedule.num_microbatches == 8
+    one_text = config_with(data={"corpus": "files", "files": "a.txt", "suffixes": ".md"}).data
+    assert (one_text.files, one_text.suffixes) == (("a.txt",), (".md",))
+    assert "# sequences per batch\nsize = 16\n" in text
+    assert text.startswith("[run]\n")
+    assert text.endswith("\n")
 
 
 @pytest.mark.slow
@@ -83,35 +66,30 @@ def test_resolved_configuration_reads_back_as_it_was(tmp_path_factory, folder, r
     assert load_config(path) == config
 
 
-def test_resolved_configuration_says_what_each_key_means():
-    text = config_to_toml(config_from_table(MINIMAL))
-
-    assert "# sequences per batch\nsize = 16\n" in text
-    assert text.startswith("[run]\n")
-    assert text.endswith("\n")
+SOURCES = [{"files": ["a.txt"], "weight": 2.0}, {"corpus": "stdlib"}]
 
 
-@pytest.mark.feature("X49")
-@pytest.mark.parametrize(
-    ("table", "key", "hint"),
-    [
-        (table_with(batch={"sise": 3}), "batch.sise", "Did you mean 'batch.size'?"),
-        (table_with(bach={"size": 3}), "bach", "Did you mean 'batch'?"),
-        ({**MINIMAL, "learning_rate": 1.0}, "learning_rate", "Did you mean 'optimizer.learning_rate'?"),
-        (table_with(metrics={"zzz": 1}), "metrics.zzz", "Known here: jsonl, tensorboard, wandb, wandb_project, every"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest_known_one(table, key, hint):
-    error = refusal_of(table)
-
-    assert error.key == key
-    assert hint in str(error)
+def source_with(**keys):
+    return {"run": {"folder": "x"}, "data": {"sources": [{"corpus": "stdlib"}, keys]}}
 
 
 @pytest.mark.feature("X49")
 @pytest.mark.parametrize(
     ("table", "key", "message"),
     [
+        (table_with(batch={"sise": 3}), "batch.sise", "unknown key. Did you mean 'batch.size'?"),
+        (table_with(bach={"size": 3}), "bach", "Did you mean 'batch'?"),
+        ({**MINIMAL, "learning_rate": 1.0}, "learning_rate", "Did you mean 'optimizer.learning_rate'?"),
+        ({**MINIMAL, "batch_size": 1}, "batch_size", "Did you mean 'batch.size'"),
+        ({**MINIMAL, "lr": 1}, "lr", "Did you mean 'optimizer.learning_rate'"),
+        ({**MINIMAL, "dat": 1}, "dat", "Did you mean 'data'"),
+        (table_with(metrics={"zzz": 1}), "metrics.zzz", "Known here: jsonl, tensorboard, wandb, wandb_project, every"),
+        (source_with(files=["a"], weight=0.0), "data.sources[1].weight", "got 0.0, expected greater than 0"),
+        (source_with(files=["a"], wieght=1.0), "data.sources[1].wieght", "unknown key. Did you mean 'weight'?"),
+        (source_with(), "data.sources[1].files", "no file or folder is named"),
+        (source_with(corpus="stdlib", files=["a"]), "data.sources[1].files", "files are named although"),
+        (source_with(files=["a"], suffixes=[]), "data.sources[1].suffixes", "the list is empty"),
+        ({"run": {"folder": "x"}, "data": {"sources": SOURCES, "files": ["b.txt"]}}, "data.sources", ""),
         (
             table_with(batch={"size": "many"}),
             "batch.size",
@@ -120,6 +98,10 @@ def test_an_unknown_key_names_the_nearest_known_one(table, key, hint):
         (table_with(batch={"size": 0}), "batch.size", "got 0, expected greater than or equal to 1"),
         (table_with(optimizer={"beta1": True}), "optimizer.beta1", "got True"),
         (table_with(optimizer={"epsilon": float("nan")}), "optimizer.epsilon", "expected a finite number"),
+        (table_with(optimizer={"weight_decay": float("inf")}), "optimizer.weight_decay", "expected a finite number"),
+        (table_with(optimizer={"learning_rate": 0.0}), "optimizer.learning_rate", "got 0.0, expected greater than 0"),
+        (table_with(optimizer={"minimum_fraction": 1.5}), "optimizer.minimum_fraction", "got 1.5"),
+        (table_with(optimizer={"beta1": 1.0}), "optimizer.beta1", "got 1.0, expected less than 1"),
         (table_with(model={"dtype": "float23"}), "model.dtype", "Did you mean 'float32'"),
         (table_with(data={"files": 3}), "data.files", "got 3, expected a list, such as ['a.txt', 'b.txt']"),
         (table_with(pipeline={"split": [2, 0]}), "pipeline.split[1]", "got 0"),
@@ -132,6 +114,10 @@ def test_an_unknown_key_names_the_nearest_known_one(table, key, hint):
         (table_with(pipeline={"options": {"a": [1]}}), "pipeline.options.a", "expected a string, a number, true or"),
         ({**MINIMAL, "batch": 3}, "batch", "got 3, expected a table"),
         ({"data": {"corpus": "stdlib"}}, "run", "is missing"),
+        (table_with(data={"files": [1]}), "data.files[0]", "got 1, expected a valid string"),
+        (table_with(parallel={"data": 0}), "parallel.data", "got 0, expected greater than or equal to 1"),
+        (table_with(parallel={"shard": "fll"}), "parallel.shard", "got 'fll', expected 'none', 'optimizer' or 'full' "),
+        (table_with(parallel={"replicas": 2}), "parallel.replicas", "Known here: data, shard, residency, look_ahead"),
         ({**MINIMAL, "run": {}}, "run.folder", "is missing (folder for everything that the run writes)"),
     ],
 )
@@ -152,19 +138,10 @@ def test_all_mistakes_of_a_file_come_in_one_message(tmp_path):
     message = str(caught.value)
     assert message.startswith(f"{path}: 4 settings cannot be used:")
     assert all(key in message for key in ("run.steps", "batch.sise", "optimizer.beta1", "model.width"))
-
-
-def test_a_single_mistake_names_file_and_key(tmp_path):
-    path = tmp_path / "run.toml"
     path.write_text("[run]\nfolder = 'x'\n[data]\ncorpus = 'stdlib'\n")
-
     with pytest.raises(ConfigError, match=r"^batch\.size: .*run\.toml") as caught:
         load_config(path, ["batch.size=x"])
-
     assert caught.value.key == "batch.size"
-
-
-SOURCES = [{"files": ["a.txt"], "weight": 2.0}, {"corpus": "stdlib"}]
 
 
 def test_sources_are_tables_and_are_written_and_read_again(tmp_path):
@@ -180,48 +157,3 @@ def test_sources_are_tables_and_are_written_and_read_again(tmp_path):
     assert [(each.files, each.weight) for each in config.data.all_sources] == [(("a.txt",), 2.0), ((), 1.0)]
     path.write_text(config_to_toml(config))
     assert load_config(path) == config
-
-
-@pytest.mark.parametrize(
-    ("source", "key", "problem"),
-    [
-        ({"files": ["a"], "weight": 0.0}, "data.sources[1].weight", "got 0.0, expected greater than 0"),
-        ({"files": ["a"], "wieght": 1.0}, "data.sources[1].wieght", "unknown key. Did you mean 'weight'?"),
-        ({}, "data.sources[1].files", "no file or folder is named"),
-        ({"corpus": "stdlib", "files": ["a"]}, "data.sources[1].files", "files are named although"),
-        ({"files": ["a"], "suffixes": []}, "data.sources[1].suffixes", "the list is empty"),
-    ],
-)
-def test_a_wrong_key_of_a_source_is_named(source, key, problem):
-    error = refusal_of({"run": {"folder": "x"}, "data": {"sources": [{"corpus": "stdlib"}, source]}})
-
-    assert error.key == key
-    assert problem in str(error)
-
-
-def test_sources_replace_the_files_of_the_section():
-    error = refusal_of({"run": {"folder": "x"}, "data": {"sources": SOURCES, "files": ["b.txt"]}})
-
-    assert error.key == "data.sources"
-
-
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("batch_size", "'batch.size'"),
-        ("lr", "'optimizer.learning_rate'"),
-        ("dat", "'data'"),
-    ],
-)
-def test_a_key_that_is_spelt_as_elsewhere_leads_to_ours(key, meant):
-    section, _, name = key.rpartition(".")
-    table = {**table_with(), section: {name: 1}} if section else {**table_with(), name: 1}
-
-    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: unknown key\. Did you mean {meant}"):
-        config_from_table(table)
-
-
-def test_one_text_is_a_list_of_one():
-    config = config_from_table(table_with(data={"corpus": "files", "files": "a.txt", "suffixes": ".md"}))
-
-    assert (config.data.files, config.data.suffixes) == (("a.txt",), (".md",))

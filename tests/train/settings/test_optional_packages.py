@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.train.settings.config import config_from_table
 from penstock.train.settings.optional_packages import (
     OPTIONAL_PACKAGES,
     PICTURES,
@@ -13,6 +12,7 @@ from penstock.train.settings.optional_packages import (
     require_packages,
 )
 from tests.support.tiny_run import PENSTOCK, fork, settings
+from tests.train.settings.tables import config_with, merged
 
 # The settings that ask for each package.
 ASKED = {
@@ -24,26 +24,19 @@ ASKED = {
 }
 
 
-def config_of(**sections):
-    return config_from_table({"run": {"folder": "run"}, "data": {"corpus": "stdlib"}} | sections)
-
-
 @pytest.fixture
 def blocked(monkeypatch):
     for package in (*OPTIONAL_PACKAGES, PICTURES):
         monkeypatch.setitem(sys.modules, package.module, None)
 
 
-def test_every_package_has_a_setting_here():
-    assert {package.name for package in OPTIONAL_PACKAGES} == set(ASKED)
-
-
 @pytest.mark.parametrize("package", OPTIONAL_PACKAGES, ids=lambda package: package.name)
 def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, blocked):
-    require_packages(config_of())
+    assert {each.name for each in OPTIONAL_PACKAGES} == set(ASKED)
+    require_packages(config_with())
 
     with pytest.raises(ConfigError) as caught:
-        require_packages(config_of(**ASKED[package.name]))
+        require_packages(config_with(**ASKED[package.name]))
 
     assert caught.value.key == package.key
     message = str(caught.value)
@@ -51,19 +44,16 @@ def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, blocked
     assert f"pip install '.[{package.extra}]' in Penstock's clone, or {package.alternative}" in message
 
 
-def test_several_are_told_at_once(blocked):
+def test_several_are_told_at_once_and_those_that_can_be_imported_are_no_problem(request):
+    config = config_with(**merged(ASKED["tensorboard"], ASKED["tokenizers"]))
+    require_packages(config)
+    assert describe_missing_pictures(config) == ""
+
+    request.getfixturevalue("blocked")
     with pytest.raises(ConfigError, match=r"(?s)2 settings cannot be used:.*metrics.tensorboard:.*data.tokenizer:"):
-        require_packages(config_of(**ASKED["tensorboard"], **ASKED["tokenizers"]))
-
-
-def test_packages_that_can_be_imported_are_no_problem():
-    require_packages(config_of(**ASKED["tensorboard"], **ASKED["tokenizers"]))
-    assert describe_missing_pictures(config_of()) == ""
-
-
-def test_a_missing_picture_is_told_where_a_step_is_recorded(blocked):
-    assert describe_missing_pictures(config_of()).startswith("note: there will be no picture of step 20: needs the mat")
-    assert describe_missing_pictures(config_of(run={"folder": "run", "record_step": 0})) == ""
+        require_packages(config)
+    assert describe_missing_pictures(config).startswith("note: there will be no picture of step 20: needs the mat")
+    assert describe_missing_pictures(config_with(run={"record_step": 0})) == ""
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.train.settings.config import config_from_table
-from tests.train.settings.tables import refusal_of, table_with
+from tests.train.settings.tables import config_with, refusal_of, table_with
 
 
 @pytest.mark.parametrize(
@@ -91,26 +91,17 @@ def test_settings_that_contradict_each_other_are_refused(sections, key, message)
 
 @pytest.mark.parametrize("batch", [{"accumulate": 3}, {"samples": 48}, {"tokens": 6144}])
 def test_how_many_batches_a_step_adds_up_may_be_said_in_three_ways(batch):
-    config = config_from_table(table_with(batch={**batch, "ramp_from": 1, "ramp_steps": 4}))
+    config = config_with(batch={**batch, "ramp_from": 1, "ramp_steps": 4})
 
     assert [config.batch_plan.count(step) for step in range(1, 6)] == [1, 1, 2, 2, 3]
     assert config.batch.size * config.batch.length * config.batch_plan.full == 6144
 
 
-def test_a_ragged_batch_is_allowed_on_request():
-    config = config_from_table(table_with(batch={"size": 18, "allow_ragged": True}))
-
-    assert config.batch.size == 18
-
-
-def test_all_contradictions_come_at_once():
+def test_all_contradictions_come_at_once_and_none_where_a_rule_does_not_hold():
     error = refusal_of(table_with(batch={"size": 18}, model={"heads": 3, "key_value_heads": 3}, pipeline={"split": []}))
 
     assert str(error).startswith("3 settings cannot be used:")
     assert error.key == ""
-
-
-def test_batches_of_a_users_own_may_have_a_vocabulary_of_any_size():
-    table = {"run": {"folder": "runs/x"}, "data": {"source": "mine.py:batches"}, "model": {"vocabulary": 100}}
-
-    assert config_from_table(table).model.vocabulary == 100
+    assert config_with(batch={"size": 18, "allow_ragged": True}).batch.size == 18
+    own_batches = {"run": {"folder": "runs/x"}, "data": {"source": "mine.py:batches"}, "model": {"vocabulary": 100}}
+    assert config_from_table(own_batches).model.vocabulary == 100

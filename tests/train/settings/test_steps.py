@@ -20,23 +20,21 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine_to_its_floor():
     assert all(before > after for before, after in pairwise(rates[3:10]))
 
 
-def test_without_warm_up_or_without_decay_the_rate_is_defined():
-    no_warmup = OptimizerSection(learning_rate=1.0, warmup_steps=0, minimum_fraction=0.0)
-    no_decay = OptimizerSection(learning_rate=1.0, warmup_steps=4)
+@pytest.mark.parametrize(
+    ("options", "num_steps", "expected"),
+    [
+        ({"warmup_steps": 0, "minimum_fraction": 0.0}, 4, {2: 0.5, 4: 0.0}),
+        ({"warmup_steps": 4}, 4, {2: 0.5, 4: 1.0}),
+        ({"warmup_steps": 4}, 2, {1: 0.25, 2: 0.5}),
+    ],
+    ids=["no warm-up", "no decay", "a run that is shorter than its warm-up"],
+)
+def test_without_warm_up_or_without_decay_the_rate_is_defined_for_steps_from_1_on(options, num_steps, expected):
+    section = OptimizerSection(learning_rate=1.0, **options)
 
-    assert [learning_rate_at(step, no_warmup, 4) for step in (2, 4)] == pytest.approx([0.5, 0.0])
-    assert [learning_rate_at(step, no_decay, 4) for step in (2, 4)] == pytest.approx([0.5, 1.0])
-
-
-def test_a_run_that_is_shorter_than_its_warm_up_ends_on_the_way():
-    short = OptimizerSection(learning_rate=1.0, warmup_steps=4)
-
-    assert [learning_rate_at(step, short, 2) for step in (1, 2)] == pytest.approx([0.25, 0.5])
-
-
-def test_steps_are_counted_from_1():
+    assert {step: learning_rate_at(step, section, num_steps) for step in expected} == pytest.approx(expected)
     with pytest.raises(PenstockError, match="step 0 has no learning rate"):
-        learning_rate_at(0, OPTIONS, 10)
+        learning_rate_at(0, section, num_steps)
 
 
 def rates_of(schedule, num_steps=10, **options):
@@ -45,23 +43,13 @@ def rates_of(schedule, num_steps=10, **options):
     return [learning_rate_at(step, section, num_steps) for step in range(1, num_steps + 2)]
 
 
-def test_a_constant_rate_is_the_largest_one_after_the_warm_up():
+def test_rates_stay_fall_evenly_or_only_over_the_last_steps():
+    linear, wsd = rates_of("linear"), rates_of("wsd", decay_steps=4)
+
     assert rates_of("constant") == [0.15, *[0.3] * 10]
-
-
-def test_a_linear_rate_falls_evenly_to_the_floor_and_stays_there():
-    rates = rates_of("linear")
-
-    assert rates[1] == 0.3
-    assert rates[9] == rates[10] == pytest.approx(0.06)
-    assert [after - before for before, after in pairwise(rates[1:10])] == pytest.approx([-0.03] * 8)
-
-
-def test_wsd_warms_up_stays_and_decays_over_the_last_steps():
-    rates = rates_of("wsd", decay_steps=4)
-
-    assert rates[:6] == [0.15, 0.3, 0.3, 0.3, 0.3, 0.3]
-    assert rates[6:] == pytest.approx([0.24, 0.18, 0.12, 0.06, 0.06])
+    assert linear == pytest.approx([0.15, 0.3, 0.27, 0.24, 0.21, 0.18, 0.15, 0.12, 0.09, 0.06, 0.06])
+    assert wsd[:6] == [0.15, 0.3, 0.3, 0.3, 0.3, 0.3]
+    assert wsd[6:] == pytest.approx([0.24, 0.18, 0.12, 0.06, 0.06])
 
 
 def test_wsd_decays_over_a_tenth_of_the_run_unless_it_is_said():
@@ -70,18 +58,12 @@ def test_wsd_decays_over_a_tenth_of_the_run_unless_it_is_said():
     assert decay_steps_of(OptimizerSection(decay_steps=7), 250) == 7
 
 
-def test_without_a_ramp_every_step_has_as_many_batches():
-    plan = BatchPlan(3, 3)
-
-    assert plan.is_constant
-    assert [(plan.begin(step), plan.count(step)) for step in (1, 2, 100)] == [(0, 3), (3, 3), (297, 3)]
-
-
 def test_a_ramp_grows_evenly_and_leaves_no_batch_out():
-    plan = BatchPlan(5, 1, ramp_steps=8)
+    constant, plan = BatchPlan(3, 3), BatchPlan(5, 1, ramp_steps=8)
 
     counts = [plan.count(step) for step in range(1, 12)]
 
-    assert not plan.is_constant
+    assert (constant.is_constant, plan.is_constant) == (True, False)
+    assert [(constant.begin(step), constant.count(step)) for step in (1, 2, 100)] == [(0, 3), (3, 3), (297, 3)]
     assert counts == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5]
     assert [plan.begin(step) for step in range(1, 12)] == [sum(counts[:step]) for step in range(11)]

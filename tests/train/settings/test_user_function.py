@@ -1,5 +1,6 @@
 """`--function FILE:NAME`: the function is found, and what is wrong with the file is one message."""
 
+import json
 import sys
 from textwrap import dedent
 
@@ -40,10 +41,12 @@ def file(tmp_path, monkeypatch):
     return write
 
 
-def test_a_function_is_found_and_makes_a_schedule(file):
-    function = load_function(f"{file(MINE)}:mine")
+def test_a_function_is_found_and_makes_a_schedule_and_its_error_is_told_with_its_line(file):
+    function, failing = (load_function(f"{file(MINE)}:{name}") for name in ("mine", "divide"))
 
     assert build(function, ranks=2, microbatches=1) == build("gpipe", ranks=2, microbatches=1)
+    with pytest.raises(ConfigError, match=r"^mine\.py:14: divide failed: ZeroDivisionError: division by zero$"):
+        build(failing, ranks=2, microbatches=1)
 
 
 def test_modules_beside_the_file_are_found_and_the_path_is_left_as_it_was(file):
@@ -55,21 +58,8 @@ def test_modules_beside_the_file_are_found_and_the_path_is_left_as_it_was(file):
 
     assert function() == 3
     assert sys.path == before
-
-
-def test_a_file_hides_no_module_of_the_same_name(file):
-    import json
-
     load_function(f"{file('def loads(): pass', 'json.py')}:loads")
-
-    assert sys.modules["json"] is json
-
-
-def test_an_error_in_the_function_is_told_with_its_line(file):
-    function = load_function(f"{file(MINE)}:divide")
-
-    with pytest.raises(ConfigError, match=r"^mine\.py:14: divide failed: ZeroDivisionError: division by zero$"):
-        build(function, ranks=2, microbatches=1)
+    assert sys.modules["json"] is json, "a file hides no module of the same name"
 
 
 @pytest.mark.parametrize(
@@ -81,24 +71,12 @@ def test_an_error_in_the_function_is_told_with_its_line(file):
         (MINE, "none.py:mine", r"none\.py: cannot be read \(No such file or directory\)\. Give the path of a Python"),
         ("x = 1\nimport nowhere_at_all", "mine.py:mine", r"^mine\.py:2: mine\.py failed: ModuleNotFoundError"),
         ("exit(3)", "mine.py:mine", r"mine\.py failed: SystemExit: 3"),
+        ("x = 1\ndef f(:", "mine.py:f", r"mine\.py:2:7: not Python"),
+        (b"\xff\xfe", "mine.py:f", r"mine\.py:\d+:\d+: not Python"),
     ],
 )
 def test_what_cannot_be_found_or_run_is_refused(file, text, place, told):
     file(text)
 
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(FormatError if "not Python" in told else ConfigError, match=told):
         load_function(place)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("x = 1\ndef f(:", r"mine\.py:2:7: not Python"),
-        (b"\xff\xfe", r"mine\.py:\d+:\d+: not Python"),
-    ],
-)
-def test_what_is_no_python_is_refused_with_its_place(file, text, told):
-    file(text)
-
-    with pytest.raises(FormatError, match=told):
-        load_function("mine.py:f")
