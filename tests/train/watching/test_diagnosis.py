@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -17,87 +16,46 @@ from penstock.schedules import build
 from penstock.searching.what_if import Setting
 from penstock.simulation import Costs, simulate
 from penstock.simulation.causes import Cause
-from penstock.train.settings.config import config_from_table
 from penstock.train.watching.diagnosis import ReplicaWaits, diagnose, replica_waits, setting_of
 from tests.cli.recorded_steps import recorded_step as simulated_step
 from tests.simulation.blocking import with_blocking_reductions
 from tests.simulation.events import uneven_costs
 from tests.support.planted import CLOCKS, Planted
 from tests.support.strategies import schedules
+from tests.train.settings.tables import config_with
 
 NUM_TRIALS = 5
 
 
-def some_shape(chance):
-    num_ranks = chance.choice([2, 3, 4])
-    return {
-        "schedule": chance.choice(["1f1b", "gpipe", "zb-h1"]),
-        "num_ranks": num_ranks,
-        "num_microbatches": 2 * num_ranks,
-    }
-
-
-def slow_stage(chance):
-    shape = some_shape(chance)
-    stage = chance.randrange(shape["num_ranks"])
-    return Planted(**shape, slow_stages={stage: 4.0}), f"stage {stage} on rank {stage}, "
-
-
-def slow_channel(chance):
-    shape = some_shape(chance)
-    lower_rank = chance.randrange(shape["num_ranks"] - 1)
-    sender, receiver = chance.choice([(lower_rank, lower_rank + 1), (lower_rank + 1, lower_rank)])
-    return Planted(**shape, slow_channels={(sender, receiver): 0.04}), f"rank {sender} to rank {receiver}, "
-
-
-def late_rank(chance):
-    shape = some_shape(chance)
-    rank = chance.randrange(shape["num_ranks"])
-    return Planted(**shape, late_ranks={rank: 0.06}), f"rank {rank}, late"
-
-
-def slow_data(chance):
-    shape = some_shape(chance)
-    rank = chance.randrange(shape["num_ranks"])
-    return Planted(**shape, slow_data={rank: 0.06}), f"rank {rank}"
-
-
-def slow_stream(chance):
-    """One microbatch inside the step comes late, to the first or the last rank."""
-    shape = some_shape(chance)
-    rank = chance.choice([0, shape["num_ranks"] - 1])
-    late = (rank, chance.randrange(1, shape["num_microbatches"]))
-    return Planted(**shape, slow_streams={late: 0.06}), f"rank {rank}, for microbatches"
-
-
-def slow_first_microbatch(chance):
-    shape = some_shape(chance)
-    rank = chance.choice([0, shape["num_ranks"] - 1])
-    return Planted(**shape, slow_streams={(rank, 0): 0.06}), f"rank {rank}"
-
-
-CAUSES = {
-    slow_stage: Cause.IMBALANCE,
-    slow_channel: Cause.TRANSFER,
-    late_rank: Cause.STRAGGLER,
-    slow_data: Cause.DATA,
-    slow_stream: Cause.DATA,
-    slow_first_microbatch: Cause.DATA,
-}
+def planted_causes(chance, num_ranks, num_microbatches):
+    """Return what is planted by a test, the cause that it is, and the begin of the culprit's name."""
+    rank, link, end = chance.randrange(num_ranks), chance.randrange(num_ranks - 1), chance.choice([0, num_ranks - 1])
+    sender, receiver = chance.choice([(link, link + 1), (link + 1, link)])
+    late = (end, chance.randrange(1, num_microbatches))
+    return [
+        ({"slow_stages": {rank: 4.0}}, Cause.IMBALANCE, f"stage {rank} on rank {rank}, "),
+        ({"slow_channels": {(sender, receiver): 0.04}}, Cause.TRANSFER, f"rank {sender} to rank {receiver}, "),
+        ({"late_ranks": {rank: 0.06}}, Cause.STRAGGLER, f"rank {rank}, late"),
+        ({"slow_data": {rank: 0.06}}, Cause.DATA, f"rank {rank}"),
+        ({"slow_streams": {late: 0.06}}, Cause.DATA, f"rank {end}, for microbatches"),  # one inside the step
+        ({"slow_streams": {(end, 0): 0.06}}, Cause.DATA, f"rank {end}"),
+    ]
 
 
 @pytest.mark.slow
 def test_single_recordings_name_the_planted_cause_and_its_culprit(monkeypatch):
     monkeypatch.setattr("bench.emulated_layer.time", CLOCKS)
     missed = []
-    for plant, trial in product(CAUSES, range(NUM_TRIALS)):
-        planted, culprit = plant(random.Random(trial))
-        diagnosis = diagnose(planted.record(), planted.setting)
-        chief = next(loss for loss in diagnosis.losses if loss.cause is not Cause.DEPENDENCY)
-        assert chief.duration_s > 0
-        found = (chief.cause, chief.culprit[: len(culprit)])
-        if found != (CAUSES[plant], culprit):
-            missed.append((plant.__name__, trial, diagnosis.losses[:3]))
+    for trial in range(NUM_TRIALS):
+        chance = random.Random(trial)
+        num_ranks, schedule = chance.choice([2, 3, 4]), chance.choice(["1f1b", "gpipe", "zb-h1"])
+        for plant, cause, culprit in planted_causes(chance, num_ranks, 2 * num_ranks):
+            planted = Planted(schedule=schedule, num_ranks=num_ranks, num_microbatches=2 * num_ranks, **plant)
+            diagnosis = diagnose(planted.record(), planted.setting)
+            chief = next(loss for loss in diagnosis.losses if loss.cause is not Cause.DEPENDENCY)
+            assert chief.duration_s > 0
+            if (chief.cause, chief.culprit[: len(culprit)]) != (cause, culprit):
+                missed.append((plant, trial, diagnosis.losses[:3]))
 
     assert not missed
 
@@ -146,19 +104,14 @@ def test_the_causes_add_up_to_all_idle_time_from_when_a_rank_was_free_to_the_end
 
 
 def test_the_setting_of_a_run_is_that_of_its_configuration():
-    table = {
-        "run": {"folder": "run"},
-        "data": {"corpus": "stdlib"},
-        "batch": {"size": 24},
-        "pipeline": {"schedule": "1f1b", "options": {"warmup": "eager"}, "stages_per_rank": 1},
-    }
-    file = table | {"pipeline": {"schedule": "mine.csv"}}
+    pipeline = {"schedule": "1f1b", "options": {"warmup": "eager"}, "stages_per_rank": 1}
+    run = {"batch": {"size": 24}, "pipeline": pipeline}
 
-    assert setting_of(config_from_table(table)) == Setting(
+    assert setting_of(config_with(**run)) == Setting(
         batch_size=24, family="1f1b", options={"warmup": "eager"}, stages_per_rank=1
     )
-    assert setting_of(config_from_table(file)).family is None
-    assert setting_of(config_from_table(table | {"parallel": {"data": 3}})).batch_size == 8  # of a replica
+    assert setting_of(config_with(**run | {"pipeline": {"schedule": "mine.csv"}})).family is None
+    assert setting_of(config_with(**run, parallel={"data": 3})).batch_size == 8  # of a replica
 
 
 def measured(*ranks, **costs):
@@ -166,23 +119,17 @@ def measured(*ranks, **costs):
     return replace(simulate(program, Costs.uniform(**costs)), source="measured")
 
 
-def waits_of_sums(*reduce_s):
+@pytest.mark.parametrize(("reduce_s", "behind_s"), [((2.0, 1.5), 2.0), ((0.0, 1.5), 0.0)])
+def test_only_sums_that_end_behind_the_last_computation_make_the_step_longer(reduce_s, behind_s):
+    """Rank 1 sums from 4 to 5.5, while rank 0 computes until 7, and then sums until 9."""
     timeline = measured(
         "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD",
         "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD",
         backward=2.0,
         reduce_s=reduce_s,
     )
-    return replica_waits(timeline)
 
-
-def test_sums_that_end_behind_the_last_computation_make_the_step_longer():
-    """Rank 1 sums from 4 to 5.5, while rank 0 computes until 7, and then sums until 9."""
-    assert waits_of_sums(2.0, 1.5) == ReplicaWaits(0.0, 0, 2.0, 0)
-
-
-def test_sums_that_end_before_it_cost_nothing():
-    assert waits_of_sums(0.0, 1.5).behind_s == 0.0
+    assert replica_waits(timeline) == ReplicaWaits(0.0, 0, behind_s, 0)
 
 
 def test_a_gather_counts_from_when_the_rank_had_all_else():

@@ -52,7 +52,8 @@ def test_every_step_is_one_json_object(tmp_path):
     assert (second["bubble_fraction"], second["held_out_loss"]) == (0.25, 2.5)
 
 
-def test_what_was_measured_of_the_ranks_has_a_number_for_each(tmp_path):
+@pytest.mark.feature("X4")
+def test_what_was_measured_of_the_ranks_has_a_number_for_each_and_utilization_follows_from_tokens(tmp_path):
     step = step_of(1, peak_bytes=(7, 5), data_wait_s=0.25, bubble_fraction=0.2, predicted_bubble_fraction=0.1)
     write_all(tmp_path / "run", [step])
 
@@ -60,6 +61,8 @@ def test_what_was_measured_of_the_ranks_has_a_number_for_each(tmp_path):
     assert (row["peak_bytes_rank0"], row["peak_bytes_rank1"], row["data_wait_s"]) == (7, 5, 0.25)
     assert row["predicted_bubble_fraction"] == 0.1
     assert "model_flops_utilization" not in row
+    write_all(tmp_path, [step_of(1)], num_steps=2, utilization=Utilization(flops_per_token=6.0, flops_per_s=2400.0))
+    assert objects_of(tmp_path)[0]["model_flops_utilization"] == 0.5
 
 
 def test_recorded_steps_do_not_count_in_tokens_per_second_and_what_is_left(tmp_path):
@@ -84,45 +87,23 @@ def test_compiling_steps_do_not_count_and_alone_leave_open_what_is_left(tmp_path
     assert [row["left_s"] for row in rows[2:]] == [3.5, 3.0]
     assert [row["tokens_per_s"] for row in rows] == [2.5, 2.5, 200.0, 200.0]
     assert "left -" in shown.splitlines()[0]
+    write_all(tmp_path / "one", [step_of(1, has_compiled=True)], num_steps=1)
+    assert objects_of(tmp_path / "one")[0]["left_s"] == 0.0
+    write_all(tmp_path / "slow", [step_of(1, 9.0), step_of(2, 1.0), step_of(3, 1.0)])
+    assert objects_of(tmp_path / "slow")[-1]["left_s"] == 7.0, "one slow step hardly moves it"
 
 
-def test_nothing_is_left_after_a_last_step_that_compiled(tmp_path):
-    write_all(tmp_path, [step_of(1, has_compiled=True)], num_steps=1)
-
-    assert objects_of(tmp_path)[0]["left_s"] == 0.0
-
-
-def test_a_line_is_shown_between_steps(tmp_path):
-    output = io.StringIO()
-    with ExitStack() as stack:
-        writer = MetricsWriter(stack, tmp_path, MetricsSection(), num_steps=2, output=output)
-        writer.say("step 1 compiles the layers; that takes a while")
-
-        assert output.getvalue() == "step 1 compiles the layers; that takes a while\n"
-
-
-@pytest.mark.feature("X4")
-def test_utilization_follows_from_tokens_per_second(tmp_path):
-    utilization = Utilization(flops_per_token=6.0, flops_per_s=2400.0)
-    write_all(tmp_path, [step_of(1)], num_steps=2, utilization=utilization)
-
-    [row] = objects_of(tmp_path)
-    assert row["model_flops_utilization"] == 0.5
-
-
-def test_one_slow_step_hardly_moves_the_time_left(tmp_path):
-    write_all(tmp_path, [step_of(1, 9.0), step_of(2, 1.0), step_of(3, 1.0)])
-
-    assert objects_of(tmp_path)[-1]["left_s"] == 7.0
-
-
-def test_terminal_shows_first_last_due_and_evaluated_steps(tmp_path):
+def test_terminal_shows_first_last_due_and_evaluated_steps_and_the_folder_what_is_asked_for(tmp_path):
     steps = [step_of(step, held_out_loss=1.0 if step == 3 else None) for step in range(1, 11)]
 
     shown = write_all(tmp_path, steps, every=4)
 
     assert [int(line.split()[1].split("/")[0]) for line in shown.splitlines()] == [1, 3, 4, 8, 10]
     assert len(objects_of(tmp_path)) == 10
+    assert write_all(tmp_path / "none", [step_of(1)], jsonl=False).startswith("step  1/10  loss 3.0000")
+    assert not (tmp_path / "none" / "metrics.jsonl").exists()
+    with pytest.raises(PenstockError, match=r"metrics\.jsonl/run: cannot be written: Not a directory"):
+        write_all(tmp_path / "metrics.jsonl" / "run", [])
 
 
 def test_a_pipe_gets_a_line_every_few_seconds(tmp_path):
@@ -139,34 +120,19 @@ def test_a_pipe_gets_a_line_every_few_seconds(tmp_path):
     assert [int(line.split()[1].split("/")[0]) for line in shown.splitlines()] == [1, 11, 21, 31, 35]
 
 
-def test_nothing_is_written_to_the_folder_when_nothing_is_asked_for(tmp_path):
-    shown = write_all(tmp_path, [step_of(1)], jsonl=False)
-
-    assert shown.startswith("step  1/10  loss 3.0000")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_metrics_are_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
     write_all(tmp_path, [step_of(1), step_of(2), step_of(3)])
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":4,"lo')  # killed
 
-    write_all(tmp_path, [step_of(3, loss=7.0), step_of(4)])
+    write_all(tmp_path, [step_of(3, loss=7.0), step_of(4, loss=float("nan"))])
 
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert rows[2]["loss"] == 7.0
-
-
-def test_a_number_that_was_not_finite_is_left_out_when_it_is_read(tmp_path):
-    write_all(tmp_path, [step_of(1, loss=float("nan"))])
-
-    assert objects_of(tmp_path)[0]["loss"] is None
-    [row] = read_metrics(tmp_path / "metrics.jsonl")
-    assert "loss" not in row
-    assert row["gradient_norm"] == 0.5
+    assert (rows[2]["loss"], rows[3]["gradient_norm"]) == (7.0, 0.5)
+    assert "loss" not in rows[3], "a number that was not finite is left out"
 
 
 @pytest.mark.parametrize("line", ["step 2", "[1]", '{"loss":2.0}', '{"step":2,"loss":"low"}', '{"step":2.5}', "null"])
@@ -181,13 +147,6 @@ def test_a_line_that_is_no_step_is_named(tmp_path, line):
     assert caught.value.line == 2
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-
-    with pytest.raises(PenstockError, match=r"file/run: cannot be written: Not a directory"):
-        write_all(tmp_path / "file" / "run", [])
-
-
 def test_people_see_the_last_measured_bubble_and_memory_and_the_files_only_what_was_measured(tmp_path):
     steps = [step_of(1), step_of(2, bubble_fraction=0.25, peak_bytes=(2**30,)), step_of(3)]
 
@@ -195,5 +154,5 @@ def test_people_see_the_last_measured_bubble_and_memory_and_the_files_only_what_
 
     assert ["memory 1.00 GiB" in line for line in lines] == [False, True, True]
     assert [("bubble     -" in line, "bubble 25.0%" in line) for line in lines] == [(True, False), *[(False, True)] * 2]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = objects_of(tmp_path)
     assert ["bubble_fraction" in row for row in rows] == [False, True, False]

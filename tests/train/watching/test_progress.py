@@ -40,6 +40,9 @@ def test_what_was_not_measured_is_a_dash_or_left_out():
     assert "held-out" not in line
     assert "0 tokens/s" in line
     assert "left -  " in step_line(METRICS, replace(PACE, left_s=None), num_steps=600)
+    for data_wait_s, is_part in ((0.0019, False), (0.0021, True)):
+        waiting = replace(METRICS, outcome=replace(OUTCOME, data_wait_s=data_wait_s))
+        assert ("data wait" in step_line(waiting, PACE, num_steps=600)) == is_part
 
 
 def test_what_only_some_runs_have_is_at_the_end():
@@ -54,39 +57,21 @@ def test_what_only_some_runs_have_is_at_the_end():
     )
 
 
-def test_a_wait_for_data_is_shown_where_it_is_a_part_of_the_step():
-    outcomes = [replace(OUTCOME, data_wait_s=wait_s) for wait_s in (0.0019, 0.0021)]
-    waiting = [step_line(replace(METRICS, outcome=outcome), PACE, num_steps=600) for outcome in outcomes]
-
-    assert ["data wait" in line for line in waiting] == [False, True]
-
-
-def test_only_a_terminal_has_a_width(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-
-    assert screen_of(Terminal()).width == 40
-    assert screen_of(io.StringIO()) == NO_SCREEN
-
-
 @pytest.mark.parametrize(("duration_s", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")])
 def test_durations_read_like_a_clock(duration_s, text):
     assert duration_text(duration_s) == text
 
 
-def test_a_pipe_gets_plain_lines_that_stay():
-    output = io.StringIO()
+@pytest.mark.parametrize("width", ["40", "250"])
+def test_a_terminal_gets_one_line_in_place_and_whole_lines_above_it_and_a_pipe_those_that_stay(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    output, pipe = Terminal(), io.StringIO()
+    assert (screen_of(output).width, screen_of(pipe)) == (int(width), NO_SCREEN)
 
-    with open_display(output, 600) as display:
+    with open_display(pipe, 600) as display:
         display.show(METRICS, replace(PACE, left_s=60.0), stays=False)
         display.show(METRICS, PACE, stays=True)
-
-    assert output.getvalue() == step_line(METRICS, PACE, num_steps=600) + "\n"
-
-
-@pytest.mark.parametrize("width", ["40", "250"])
-def test_a_terminal_gets_one_line_in_place_and_whole_lines_above_it(monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", width)
-    output = Terminal()
+    assert pipe.getvalue() == step_line(METRICS, PACE, num_steps=600) + "\n"
 
     with open_display(output, 600) as display:
         display.show(METRICS, PACE, stays=True)

@@ -5,8 +5,6 @@ import re
 import sys
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -19,10 +17,10 @@ from penstock.show import page
 from penstock.simulation import Costs, simulate
 from penstock.tables import NO_SCREEN, Screen
 from penstock.train.folder.run_folder import RunFolder
-from penstock.train.settings.config import config_from_table
 from penstock.train.watching.report import TrainingResult, device_line, opening_lines, write_report
 from tests.support.local_pipelines import on_ranks
 from tests.train.local_ranks import small_layers, small_pipeline
+from tests.train.settings.tables import config_with, merged
 
 RESULT = TrainingResult(num_steps=40, loss=1.5, held_out_loss=1.75, timeline=None)
 
@@ -36,14 +34,6 @@ def measured_timeline():
 def report_lines(folder, result=RESULT, measured=None, **options):
     timeline = measured and replace(measured, step=20)
     return list(write_report(RunFolder(folder), replace(result, timeline=timeline), 65.0, **options))
-
-
-def uncertainty_lines(measured):
-    """Which timelines are said to be uncertain."""
-    with TemporaryDirectory() as folder:
-        lines = report_lines(Path(folder), measured=measured)
-    told = [line for line in lines if "times of different hosts within 12.0 µs of each other" in line]
-    return [line.partition(":")[0] for line in told]
 
 
 @pytest.mark.feature("H7")
@@ -94,39 +84,30 @@ def table_in(lines):
     return [row.split() for row in found[0].strip().splitlines()] if found else []
 
 
-def test_a_row_per_rank_tells_what_it_took(tmp_path):
-    measured = measured_timeline()
-    result = replace(RESULT, peak_bytes=(1 << 20, 3 << 20))
+def test_a_row_per_rank_tells_what_it_took_also_of_other_ranks_and_fits_the_terminal(tmp_path):
+    result = replace(RESULT, peak_bytes=(1 << 20, 3 << 20, 2 << 20))
 
-    heading, _, *rows = table_in(report_lines(tmp_path, result, measured))
+    heading, _, *rows = table_in(report_lines(tmp_path, result, measured_timeline()))
 
     assert heading == ["rank", "computing", "bubble", "predicted", "most", "memory"]
     # 12 ms of 15.4 ms, in which the other rank has a pair to itself, and four transfers
     assert rows == [
         ["0", "12.0", "ms", "22.1", "%", "22.1", "%", "1.00", "MiB"],
         ["1", "12.0", "ms", "22.1", "%", "22.1", "%", "3.00", "MiB"],
+        ["2", "2.00", "MiB"],
     ]
-
-
-def test_a_table_has_what_was_measured_also_of_other_ranks_and_fits_the_terminal(tmp_path):
-    result = replace(RESULT, peak_bytes=(1 << 20, 3 << 20, 2 << 20))
-
     assert table_in(report_lines(tmp_path)) == []
     assert [row[0] for row in table_in(report_lines(tmp_path, result))][2:] == ["0", "1", "2"]
-    assert table_in(report_lines(tmp_path, result, measured_timeline()))[-1] == ["2", "2.00", "MiB"]
-    [table] = [
-        line
-        for line in report_lines(tmp_path, result, measured_timeline(), screen=Screen(30))
-        if line.startswith("\nrank")
-    ]
+    narrow = report_lines(tmp_path, result, measured_timeline(), screen=Screen(30))
+    [table] = [line for line in narrow if line.startswith("\nrank")]
     assert max(map(len, table.splitlines())) <= 30
 
 
-def test_what_the_clocks_of_several_hosts_leave_uncertain_is_told():
-    measured = replace(measured_timeline(), clock_uncertainty_s=12e-6)
-
-    assert uncertainty_lines(measured) == ["measured"]
-    assert uncertainty_lines(measured_timeline()) == []
+def test_what_the_clocks_of_several_hosts_leave_uncertain_is_told(tmp_path):
+    for uncertainty_s, told in ((12e-6, ["measured"]), (0.0, [])):
+        lines = report_lines(tmp_path, measured=replace(measured_timeline(), clock_uncertainty_s=uncertainty_s))
+        uncertain = [line for line in lines if "times of different hosts within 12.0 µs of each other" in line]
+        assert [line.partition(":")[0] for line in uncertain] == told
 
 
 def test_without_matplotlib_and_of_a_step_that_no_page_holds_one_line_says_why_a_file_is_missing(tmp_path, monkeypatch):
@@ -142,25 +123,19 @@ def test_without_matplotlib_and_of_a_step_that_no_page_holds_one_line_says_why_a
     assert (tmp_path / "timeline.trace.json").exists()
 
 
-def test_without_a_recorded_step_there_is_a_summary_only(tmp_path):
+def test_without_a_recorded_step_there_is_a_summary_only_which_counts_the_steps_that_took_the_time(tmp_path):
     text = "\n".join(report_lines(tmp_path, replace(RESULT, held_out_loss=None)))
 
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert json.loads((tmp_path / "summary.json").read_text())["timelines"] == {}
     assert "held-out" not in text
-
-
-def test_a_continued_run_counts_the_steps_that_took_the_time(tmp_path):
-    continued = replace(RESULT, num_earlier=15)
-
-    assert "loss 1.5000, 25 of 40 steps in 1:05" in "\n".join(report_lines(tmp_path, continued))
+    continued = report_lines(tmp_path, replace(RESULT, num_earlier=15))
+    assert "loss 1.5000, 25 of 40 steps in 1:05" in "\n".join(continued)
 
 
 def config_of(**sections):
-    run = {"folder": "run", "steps": 6, "device": "cpu", "record_step": 0}
-    return config_from_table(
-        {"run": run, "data": {"corpus": "stdlib"}, "pipeline": {"ranks": 1, "microbatches": 4}} | sections
-    )
+    tiny = {"run": {"steps": 6, "device": "cpu", "record_step": 0}, "pipeline": {"ranks": 1, "microbatches": 4}}
+    return config_with(**merged(tiny, sections))
 
 
 def lines_of(config=None, note="", screen=NO_SCREEN, **options):
@@ -172,20 +147,6 @@ def lines_of(config=None, note="", screen=NO_SCREEN, **options):
 def parameters_drawn(split):
     rows = [line.split() for line in split.splitlines()]
     return sum(int(row[3].replace(",", "")) for row in rows if row[0].isdecimal())
-
-
-def test_the_device_line_names_device_and_precision():
-    two = config_of(pipeline={"ranks": 2, "microbatches": 4}, precision={"compute": "bfloat16", "autocast": True})
-
-    assert device_line(config_of()) == "1 rank on CPU; precision float32"
-    assert device_line(two) == "2 ranks on CPU, backend gloo; precision bfloat16 by autocast"
-
-
-def test_the_lines_tell_model_text_and_split():
-    summary, split = lines_of()
-
-    assert summary.endswith("parameters, 1,234 tokens to train on, 1f1b on 1 rank, 4 microbatches, 6 steps")
-    assert "heaviest: stage 0" in split
 
 
 @pytest.mark.feature("F4")
@@ -208,7 +169,7 @@ def test_the_parameters_of_the_stages_add_up_to_those_of_the_first_line():
 
 def test_notes_follow_the_split_and_fit_the_terminal(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    recorded = config_of(run={"folder": "run", "record_step": 2})
+    recorded = config_of(run={"record_step": 2})
 
     *_, note, missing = lines_of(recorded, note="the split uses measured seconds", screen=Screen(40))
 
@@ -217,12 +178,17 @@ def test_notes_follow_the_split_and_fit_the_terminal(monkeypatch):
     assert max(map(len, missing.splitlines())) <= 40
 
 
-def test_a_type_that_this_cpu_emulates_is_noted(monkeypatch):
+def test_the_first_lines_tell_device_precision_model_text_and_split_and_note_a_type_that_this_cpu_emulates(monkeypatch):
     seconds_of = {"torch.float32": 1.0, "torch.bfloat16": 4.0}
     name = "penstock.train.optimizing.precision._product_s"
     monkeypatch.setattr(name, lambda dtype: seconds_of[str(dtype)])
 
+    summary, split = lines_of()
     *_, note = lines_of(config_of(precision={"compute": "bfloat16"}))
+    two = config_of(pipeline={"ranks": 2}, precision={"compute": "bfloat16", "autocast": True})
 
     assert note.startswith("note: bfloat16 is slower than float32 on this CPU: 4.0 times")
-    assert len(lines_of()) == 2
+    assert summary.endswith("parameters, 1,234 tokens to train on, 1f1b on 1 rank, 4 microbatches, 6 steps")
+    assert "heaviest: stage 0" in split
+    assert device_line(config_of()) == "1 rank on CPU; precision float32"
+    assert device_line(two) == "2 ranks on CPU, backend gloo; precision bfloat16 by autocast"

@@ -6,8 +6,9 @@ import pytest
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.claim import claimed
-from penstock.train.settings.config import config_from_table, config_to_toml
+from penstock.train.settings.config import config_to_toml
 from penstock.train.watching.run_list import differences, list_runs
+from tests.train.settings.tables import config_with
 
 ROWS = [
     {"step": 1, "loss": 5.0, "tokens_per_s": 1.0},
@@ -19,8 +20,7 @@ ROWS = [
 
 
 def config_of(folder, **batch):
-    table = {"run": {"folder": str(folder), "steps": 5}, "data": {"corpus": "stdlib"}, "batch": {"size": 8} | batch}
-    return config_from_table(table)
+    return config_with(run={"folder": str(folder), "steps": 5}, batch={"size": 8} | batch)
 
 
 def write_run(folder, rows=ROWS, *, is_finished=False, **batch):
@@ -43,14 +43,6 @@ def test_a_run_is_known_by_its_files(tmp_path):
     assert run.curve("loss") == ([1, 2, 3, 4, 5], [5.0, 4.0, 3.0, 2.5, 2.0])
 
 
-def test_all_runs_of_a_folder_are_listed_by_name_and_other_folders_left_out(tmp_path):
-    for name in ("b", "a", "c"):
-        write_run(tmp_path / name)
-    (tmp_path / "tokens").mkdir()
-
-    assert [run.name for run in list_runs([tmp_path])[0]] == ["a", "b", "c"]
-
-
 def test_a_run_that_a_process_holds_is_running_and_any_other_unfinished_one_interrupted(tmp_path):
     folder = tmp_path / "one"
     with claimed(config_of(folder)) as (config, _):
@@ -59,7 +51,7 @@ def test_a_run_that_a_process_holds_is_running_and_any_other_unfinished_one_inte
     assert [run.state for run in list_runs([folder])[0]] == ["interrupted"]
 
 
-def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp_path):
+def test_of_a_step_written_twice_the_last_line_counts_a_broken_line_none_and_without_a_file_nothing(tmp_path):
     again = [{"step": 4, "loss": 2.25, "tokens_per_s": 70.0}]
     folder = write_run(tmp_path / "one", [*ROWS, *again])
     with (folder / "metrics.jsonl").open("a") as file:
@@ -68,14 +60,8 @@ def test_of_a_step_written_twice_the_last_line_counts_and_a_broken_line_none(tmp
     [run] = list_runs([folder])[0]
 
     assert run.curve("loss") == ([1, 2, 3, 4, 5], [5.0, 4.0, 3.0, 2.25, 2.0])
-
-
-def test_a_run_without_metrics_has_no_numbers(tmp_path):
-    folder = write_run(tmp_path / "one")
     (folder / "metrics.jsonl").unlink()
-
     [run] = list_runs([folder])[0]
-
     assert (run.step, run.last("loss"), run.tokens_per_s) == (0, None, None)
 
 
@@ -91,11 +77,24 @@ def test_only_settings_that_decide_what_is_learned_count_as_differences(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("none", "none is no folder"), ("", "holds no run: neither it nor a folder in it has a")]
+    ("names", "message"),
+    [
+        (["none"], "none is no folder"),
+        ([""], "holds no run: neither it nor a folder in it has a"),
+        (["a", "e*"], r"no folder that '.*e\*' matches holds a run; give folders of runs"),
+        (["a", "gone"], "gone is no folder"),
+        (["a/b"], r"(?s)no run can be read:\nrun c is left out: .*\nrun d is left out: "),
+    ],
 )
-def test_where_no_run_is_the_folder_is_named(tmp_path, name, message):
+def test_where_no_run_is_or_can_be_read_the_folder_is_named(tmp_path, names, message):
+    if names != [""]:
+        write_run(tmp_path / "a")
+        (tmp_path / "empty").mkdir()
+        for name in ("c", "d"):
+            (write_run(tmp_path / "a" / "b" / name) / "config.toml").write_text("[run\n")
+
     with pytest.raises(ConfigError, match=message) as caught:
-        list_runs([tmp_path / name])
+        list_runs([tmp_path / name for name in names])
 
     assert caught.value.key == "DIR"
 
@@ -128,15 +127,7 @@ def test_runs_that_cannot_be_read_are_named_and_the_others_listed(tmp_path):
     )
 
 
-def test_where_no_run_can_be_read_all_are_named(tmp_path):
-    for name in ("a", "b"):
-        (write_run(tmp_path / name) / "config.toml").write_text("[run\n")
-
-    with pytest.raises(ConfigError, match=r"(?s)no run can be read:\nrun a is left out: .*\nrun b is left out: "):
-        list_runs([tmp_path])
-
-
-def test_places_may_be_folders_of_runs_runs_and_patterns_and_a_run_counts_once(tmp_path, monkeypatch):
+def test_places_may_be_folders_of_runs_runs_and_patterns_and_names_tell_each_run_once_and_apart(tmp_path, monkeypatch):
     for name in ("old/z", "new/lr-2", "new/lr-1", "new/other"):
         write_run(tmp_path / name)
     (tmp_path / "new" / "lr-tokens").mkdir()
@@ -146,28 +137,7 @@ def test_places_may_be_folders_of_runs_runs_and_patterns_and_a_run_counts_once(t
 
     assert [run.name for run in found] == ["z", "lr-1", "lr-2", "other"]
     assert [str(run.folder) for run in found] == ["old/z", "new/lr-1", "new/lr-2", "new/other"]
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, monkeypatch):
-    for name in ("a/demo", "b/demo", "b/x"):
-        write_run(tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-
-    assert [run.name for run in list_runs(["a/demo", "b"])[0]] == ["a/demo", "b/demo", "x"]
-    assert [run.name for run in list_runs(["a/demo"])[0]] == ["demo"]
-
-
-def test_a_folder_whose_name_looks_like_a_pattern_is_taken_as_it_is(tmp_path):
-    write_run(tmp_path / "lr[1]")
-
-    assert [run.name for run in list_runs([tmp_path / "lr[1]"])[0]] == ["lr[1]"]
-
-
-def test_a_pattern_without_runs_and_one_folder_that_is_none_are_refused(tmp_path):
-    write_run(tmp_path / "a")
-    (tmp_path / "empty").mkdir()
-
-    with pytest.raises(ConfigError, match=r"no folder that '.*e\*' matches holds a run; give folders of runs"):
-        list_runs([tmp_path / "a", tmp_path / "e*"])
-    with pytest.raises(ConfigError, match=r"gone is no folder"):
-        list_runs([tmp_path / "a", tmp_path / "gone"])
+    write_run(tmp_path / "new" / "z[1]")
+    assert [run.name for run in list_runs(["new/z[1]"])[0]] == ["z[1]"], "a name that looks like a pattern"
+    write_run(tmp_path / "new" / "z")
+    assert [run.name for run in list_runs(["old", "new"])[0]] == ["old/z", "lr-1", "lr-2", "other", "new/z", "z[1]"]

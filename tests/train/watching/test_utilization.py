@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from penstock.train.settings.config import config_from_table
 from penstock.train.watching.utilization import Utilization, flops_per_token, utilization_of
+from tests.train.settings.tables import config_with, merged
 
 MODEL = {"width": 64, "layers": 3, "heads": 4, "key_value_heads": 2, "hidden": 96}
 CUDA = torch.device("cuda", 0)
 
 
 def config_of(**sections):
-    table = {"run": {"folder": "run"}, "data": {"corpus": "stdlib"}, "model": MODEL, "batch": {"length": 32}}
-    return config_from_table(table | sections)
+    return config_with(**merged({"model": MODEL, "batch": {"length": 32}}, sections))
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_the_share_is_of_all_devices_together(gpu):
     ("sections", "matmul", "flops_per_s"),
     [
         ({"precision": {"compute": "float16"}}, "highest", 989.4e12),
-        ({"model": MODEL | {"dtype": "bfloat16"}}, "highest", 989.4e12),
+        ({"model": {"dtype": "bfloat16"}}, "highest", 989.4e12),
         ({}, "highest", 66.9e12),
         ({}, "high", 494.7e12),
     ],
@@ -57,6 +56,6 @@ def test_the_peak_is_that_of_the_type(gpu, monkeypatch, sections, matmul, flops_
 
 def test_where_the_peak_is_not_known_there_is_none(gpu):
     assert utilization_of(config_of(), 1000, torch.device("cpu")) is None
-    assert utilization_of(config_of(model=MODEL | {"dtype": "float64"}), 1000, CUDA) is None
+    assert utilization_of(config_of(model={"dtype": "float64"}), 1000, CUDA) is None
     gpu[0] = "NVIDIA GeForce GTX 970"
     assert utilization_of(config_of(), 1000, CUDA) is None
