@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from penstock.cli.entry import main
 from penstock.lowering import lower
 from penstock.schedules import build
 
@@ -37,21 +36,18 @@ def test_a_right_plan_is_ok_with_its_facts(file, printed, plan):
 OMITTED = "; it omits the reductions of its gradients: whoever runs it must do them; ends under posted\n"
 
 
-def test_a_program_of_another_system_without_reductions_passes_and_is_told_as_such(file, printed):
+def test_a_program_of_another_system_without_reductions_passes_and_is_told_as_such(file, printed, refused):
     whole = lower(SCHEDULE).to_csv()
     text = whole.replace(",0REDUCE_GRAD", "").replace(",1REDUCE_GRAD", "")
 
     assert printed("check", file(text)).endswith(f"peak activations per rank 2, 1{OMITTED}")
     assert OMITTED not in printed("check", file(whole))
 
-
-def test_a_program_in_json_must_hold_its_reductions(file, printed, refused):
-    table = json.loads(lower(SCHEDULE).to_json())
+    table = json.loads(lower(SCHEDULE).to_json())  # which says itself what it omits
     for rank in range(2):
         index = table["ranks"][rank].index(f"{rank}REDUCE_GRAD")
         for key in ("ranks", "peers", "slots"):
             del table[key][rank][index]
-
     assert refused("check", file(json.dumps(table))).count("is never reduced") == 2
     assert printed("check", file(json.dumps(table | {"omits_reductions": True}))).endswith(OMITTED)
 
@@ -71,13 +67,6 @@ def test_a_program_that_is_wrong_is_refused_with_the_place(file, refused, right,
     assert told in refused("check", file(text.replace(right, wrong)))
 
 
-def test_a_limit_on_memory_is_proved(file, refused):
-    name = file(SCHEDULE.to_csv())
-
-    assert main(["check", name, "--memory-limit", "2 activations"]) == 0
-    assert "rank 0" in refused("check", name, "--memory-limit", "1 activation")
-
-
 def test_a_limit_in_bytes_is_proved_of_the_program_with_costs_of_layers(file, printed, refused, tmp_path):
     costs = tmp_path / "costs.toml"
     costs.write_text('per = "layer"\nactivation_kib = [1, 1, 1]\nmessage_bytes = 8\nparameter_mib = [1, 1, 1]\n')
@@ -89,6 +78,8 @@ def test_a_limit_in_bytes_is_proved_of_the_program_with_costs_of_layers(file, pr
     assert "; peak bytes per rank 2.00 MiB, 1.00 MiB (not given, counted as 0: gradient_bytes, optimizer_bytes)" in said
     complaint = refused("check", name, "--costs", str(costs), "--memory-limit", str(largest - 1))
     assert f"needs {largest} bytes alive at once; the limit of rank 0 is {largest - 1}" in complaint
+    assert printed("check", name, "--memory-limit", "2 activations")
+    assert "rank 0" in refused("check", name, "--memory-limit", "1 activation")
 
 
 LOOPED = lower(build("looped-bfs", ranks=3, microbatches=1)).to_json()
@@ -101,10 +92,7 @@ def test_a_program_is_proved_under_the_transport_that_is_asked_for(file, printed
     told = refused("check", file(LOOPED), "--transport", "coalesced")
     assert "rank 1, position 2: 1F0 never ends under the transport coalesced: it waits for the message of" in told
     assert "as it is, the program passes under posted, rendezvous, pair_fifo" in told
-
-
-def test_a_schedule_is_proved_and_lowered_for_the_transport(file, printed):
-    text = printed("check", file(SCHEDULE.to_csv()), "--transport", "all")
+    text = printed("check", file(SCHEDULE.to_csv()), "--transport", "all")  # lowered for it
     assert text.endswith("; ends under posted, rendezvous, pair_fifo, coalesced\n")
 
 
@@ -118,11 +106,7 @@ def test_a_schedule_is_proved_and_lowered_for_the_transport(file, printed):
         (LOOPED, ["--transport", "coalesce"], "Did you mean 'coalesced'"),
     ],
 )
-def test_what_cannot_be_checked_is_one_message(file, refused, text, words, told):
+def test_what_cannot_be_checked_is_one_message(file, refused, monkeypatch, text, words, told):
     assert told in refused("check", file(text), *words)
-
-
-def test_an_error_in_standard_input_is_named_as_such(monkeypatch, refused):
     monkeypatch.setattr(sys, "stdin", io.StringIO("0F0,0F\n"))
-
     assert refused("check", "-").startswith("penstock: <stdin>:1:7: ")

@@ -19,32 +19,24 @@ def objects_by(capsys, *arguments, status=0):
     return json.loads(printed_by(capsys, *arguments, "--to", "json", status=status))
 
 
-def test_schedules_stand_side_by_side_in_the_order_of_their_names(capsys):
+def test_schedules_stand_side_by_side_with_equal_work_unless_costs_are_per_action(capsys):
     lines = printed_by(capsys, "zb-h1", "1f1b", "gpipe", *SIZE).splitlines()
-
     assert [line.split() for line in lines[2:5]] == [
         ["zb-h1", "27", "27", "0.1111", "0.1111", "4", "4", "48", "*"],
         ["1f1b", "33", "33", "0.2727", "0.2727", "4", "4", "48"],
         ["gpipe", "33", "33", "0.2727", "0.2727", "8", "8", "48"],
     ]
+    assert "Equal work: F=1,I=1,W=1 is all that a rank does" in "\n".join(lines)
 
+    _, two = objects_by(capsys, "1f1b", "zbv", *SIZE)
+    _, unequal = objects_by(capsys, "1f1b", "zbv", *SIZE, "--per-action")
+    assert two["makespan_s"] * (1 - two["bubble_fraction"]) == pytest.approx(24)
+    assert unequal["makespan_s"] == 2 * two["makespan_s"]
 
-def test_costs_without_the_parts_of_a_backward_refuse_those_that_split_it(capsys):
     whole, split = objects_by(capsys, "1f1b", "zb-h1", *SIZE, "--costs", "F=2,B=4")
-
     assert whole["makespan_s"] == 66.0
     assert "backward_input_s" in split["error"]
     assert "(I= and W= where costs are a text)" in split["error"]
-
-
-def test_work_is_equal_unless_costs_are_per_action(capsys):
-    one, two = objects_by(capsys, "1f1b", "zbv", *SIZE)
-    _, unequal = objects_by(capsys, "1f1b", "zbv", *SIZE, "--per-action")
-
-    for found in (one, two):
-        assert found["makespan_s"] * (1 - found["bubble_fraction"]) == pytest.approx(24)
-    assert unequal["makespan_s"] == 2 * two["makespan_s"]
-    assert "Equal work: F=1,I=1,W=1 is all that a rank does" in printed_by(capsys, "1f1b", *SIZE)
 
 
 def test_if_all_refuse_the_status_is_1(capsys, refused):
@@ -69,15 +61,17 @@ def test_files_and_functions_are_compared_with_families(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "status", "told"),
     [
-        (["1f2b", *SIZE], "Did you mean '1f1b'"),
-        (["1f1b", *SIZE, "--memory-limit", "4"], "--memory-limit: 4 is a number of bytes, but the costs have no"),
-        (["1f1b", *SIZE, "--sweep", "memory_limit=4,8"], "4 is a number of bytes, but the costs have no activation"),
+        (["1f2b", *SIZE], 1, "Did you mean '1f1b'"),
+        (["1f1b", *SIZE, "--memory-limit", "4"], 1, "--memory-limit: 4 is a number of bytes, but the costs have no"),
+        (["1f1b", *SIZE, "--sweep", "memory_limit=4,8"], 1, "4 is a number of bytes, but the costs have no activation"),
+        (SIZE, 2, "give at least one NAME"),
+        (["all", "--ranks", "4"], 2, "needs --ranks P and --microbatches M"),
     ],
 )
-def test_wrong_input_is_one_message_and_status_1(refused, arguments, told):
-    assert told in refused("compare", *arguments)
+def test_wrong_input_is_one_message(refused, arguments, status, told):
+    assert told in refused("compare", *arguments, status=status)
 
 
 def test_a_sweep_compares_all_sizes_and_marks_the_front(capsys):
@@ -158,25 +152,16 @@ def test_the_table_of_replicas_has_steps_gathers_and_whole_stages(capsys):
     assert "note: gathers" not in "\n".join(lines)
 
 
-@pytest.mark.parametrize("arguments", [SIZE, ["all", "--ranks", "4"]])
-def test_what_is_left_out_is_wrong_usage(arguments, capsys):
-    assert main(["compare", *arguments]) == 2
+def test_all_compares_every_family_that_trains_takes_options_and_keeps_what_is_named_besides(capsys):
+    every = objects_by(capsys, "all", *SIZE)
+    assert [row["name"] for row in every] == [name for name in FAMILIES if name != "forward-only"]
+    assert [row for row in every if "error" in row] == []
+    assert {row["name"] for row in every if row["copies"] == 2} == {"dualpipe", "chimera"}
 
-
-def test_all_compares_every_family_that_trains(capsys):
-    found = objects_by(capsys, "all", *SIZE)
-
-    assert [row["name"] for row in found] == [name for name in FAMILIES if name != "forward-only"]
-    assert [row for row in found if "error" in row] == []
-    assert {row["name"] for row in found if row["copies"] == 2} == {"dualpipe", "chimera"}
-
-
-def test_all_takes_options_and_keeps_what_is_named_besides(capsys):
     found = objects_by(capsys, "1f1b:recompute=true", "all:recompute=true", *SIZE, "--slices", "2")
-
     names = [row["name"] for row in found]
     assert names[:2] == ["1f1b:recompute=true", "sequential:recompute=true"]
-    assert len(names) == len(set(names)) == len(FAMILIES) - 1
+    assert len(names) == len(set(names)) == len(every)
     assert [row["name"] for row in found if "error" not in row] == [
         "seq1f1b:recompute=true", "breadth-depth:recompute=true",
     ]  # fmt: skip
@@ -203,7 +188,7 @@ def layer_file(folder, sizes, more=""):
     return str(path)
 
 
-def test_costs_per_layer_are_split_within_the_limit_of_memory(tmp_path, capsys):
+def test_costs_per_layer_are_split_within_the_limit_of_memory_unless_a_split_is_asked_for(tmp_path, capsys):
     """On rank 0 four microbatches are alive: of two layers 80 bytes, of one 40."""
     words = ["1f1b", "1f1b:recompute=true", *SIZE, "--costs", layer_file(tmp_path, [10] * 8)]
 
@@ -219,10 +204,7 @@ def test_costs_per_layer_are_split_within_the_limit_of_memory(tmp_path, capsys):
     assert (recomputed["split"], recomputed["fits"]) == ([2, 2, 2, 2], True)
     assert "fastest within 70: 1f1b:recompute=true" in swept
 
-
-def test_a_split_that_is_given_stays_as_it_is(tmp_path, capsys):
-    words = ["1f1b", *SIZE, "--costs", layer_file(tmp_path, [10] * 8, "split = [2, 2, 2, 2]"), "--memory-limit", "70"]
-
-    assert "balanced within 70: 1f1b" in printed_by(capsys, *words)
-    (row,) = objects_by(capsys, *words, "--split", "2,2,2,2")
-    assert (row["split"], row["fits"]) == ([2, 2, 2, 2], False)
+    costs = ["1f1b", *SIZE, "--costs", layer_file(tmp_path, [10] * 8, "split = [2, 2, 2, 2]"), "--memory-limit", "70"]
+    assert "balanced within 70: 1f1b" in printed_by(capsys, *costs)
+    (asked,) = objects_by(capsys, *costs, "--split", "2,2,2,2")
+    assert (asked["split"], asked["fits"]) == ([2, 2, 2, 2], False)

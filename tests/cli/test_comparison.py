@@ -30,7 +30,8 @@ def comparison(name="mine", num_parts=1, num_microbatches=3, peak=4):
 
 
 def point(name, makespan_s, peak, num_microbatches=8, num_parts=1):
-    return Comparison(name, makespan_s, makespan_s, 0.1, 0.1, [peak], 4, num_microbatches, Fraction(num_parts))
+    row = comparison(name, num_parts, num_microbatches)
+    return replace(row, makespan_s=makespan_s, span_s=makespan_s, peak_activations=[peak])
 
 
 def activations(most):
@@ -97,6 +98,13 @@ def test_the_table_aligns_figures_and_lists_what_is_refused_below_it():
     ]
     below = ["", "not compared:", "  b: broken: first", "", basis(compared(costs="c.toml", per_layer=True))]
     assert lines[4:] == [*below, "", "best that fits: c, 10 s, 6 messages"]
+    assert "-0.0000" not in to_table(compared(replace(A, bubble_fraction=-1e-16, bubble_rate=-1e-16)))
+    for options, told in (
+        ({"costs": "F=1"}, "Equal work: F=1 is all that a rank does"),
+        ({"costs": "F=1", "per_action": True}, "Costs per action: F=1"),
+        ({"costs": "f.toml", "per_layer": True}, "Equal work: f.toml is per layer"),
+    ):
+        assert basis(compared(**options)).startswith(told)
 
 
 def test_within_each_of_several_limits_the_fastest_is_told():
@@ -199,10 +207,6 @@ def test_equal_reasons_are_told_once_with_the_names():
     assert grouped_refusals(refused[:1]) == [("a", "slices: a does not cut, got 2; use 1 slice, or such as c")]
 
 
-def test_rounding_shows_no_negative_bubble():
-    assert "-0.0000" not in to_table(compared(replace(A, bubble_fraction=-1e-16, bubble_rate=-1e-16)))
-
-
 A, B = comparison("a"), comparison("b", 2)
 UNEQUAL = [A, B, Refusal("r", "no"), comparison("c"), comparison("d", Fraction(3, 2))]
 WORK = "note: the rows do unequal work; actions of each kind that a rank runs for one microbatch:"
@@ -229,12 +233,6 @@ def test_notes_say_in_what_the_rows_differ_that_should_be_equal(rows, others, to
     assert notes(compared(*rows, **others)) == told
 
 
-def test_a_line_says_what_is_equal():
-    assert basis(compared(costs="F=1")).startswith("Equal work: F=1 is all that a rank does")
-    assert basis(compared(costs="F=1", per_action=True)).startswith("Costs per action: F=1")
-    assert basis(compared(costs="f.toml", per_layer=True)).startswith("Equal work: f.toml is per layer")
-
-
 def test_steps_of_different_length_get_a_column_of_seconds_for_equal_work():
     short, long = comparison("short"), Comparison("long", 18.0, 18.0, 0.0, 0.0, [4], 0, 6, Fraction(1))
 
@@ -250,6 +248,8 @@ def test_pictures_name_what_was_compared_and_its_memory():
     assert {"fast (over the limit)", "small", MEMORY_NAME} <= set(texts_of(result))
     assert b"Step time and memory, 4 ranks, 8 microbatches, with F=1,I=1,W=1" in result
     assert b"odd" not in result
+    with pytest.raises(ConfigError, match="no schedule can be compared"):
+        drawn(POINTS[1], format="svg")
     assert re.search(r"halves.*\n.*\n[^\n]*: 4</title>", result.decode()), "activations count as whole microbatches"
 
 
@@ -280,8 +280,3 @@ def test_a_picture_warns_of_unequal_work_where_costs_are_per_action():
     unequal = drawn(*rows, per_action=True)
     assert b"ranks do unequal work" in unequal
     assert b"F=1,I=1,W=1 per action" in unequal
-
-
-def test_a_picture_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="no schedule can be compared"):
-        drawn(POINTS[1], format="svg")

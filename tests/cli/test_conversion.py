@@ -51,9 +51,7 @@ def test_communication_is_kept_where_it_can_be(name):
     assert converted(SCHEDULE.to_csv(), name) != write_table(PROGRAM, name)
     assert converted(PROGRAM.to_csv(), name, True, name="1f1b") == write_table(PROGRAM, name)
     assert converted(PROGRAM.to_csv(), "grid") == write_table(SCHEDULE, "grid")
-
-
-def test_the_name_of_the_source_becomes_that_of_the_schedule_where_it_has_none():
+    # Where a text has no name, that of its source becomes that of the schedule.
     assert read_plan(SCHEDULE.to_csv(), file="", name="mine").name == "mine"
     assert read_plan(SCHEDULE.to_json(), file="", name="mine").name == "1f1b"
 
@@ -75,9 +73,6 @@ ONE_SLOT = json.dumps(TABLE | {"slots": [[0] * len(slots) for slots in TABLE["sl
 def test_what_is_wrong_or_of_another_format_is_not_converted(text, source, told):
     with pytest.raises(FormatError if source else ScheduleError, match=told):
         converted(text, "json", **source)
-
-
-def test_the_actions_of_a_wrong_program_are_converted():
     assert convert(read_plan(UNSENT, file="").actions(), "csv", file="")[0] == SCHEDULE.to_csv()
 
 

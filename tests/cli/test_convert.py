@@ -67,17 +67,6 @@ def test_a_file_that_is_there_is_replaced_on_request_only(folder, refused):
     assert (folder / "out.json").read_text().startswith("{")
 
 
-@pytest.mark.parametrize("suffix", ["csv", "json"])
-def test_a_wrong_file_is_named_as_it_was_given(folder, refused, suffix):
-    orders = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]]
-    wrong = Schedule.from_actions("drawn", Placement.line(1), orders, num_microbatches=1)
-    (folder / "sub").mkdir()
-    (folder / "sub" / f"in.{suffix}").write_text(wrong.to_csv() if suffix == "csv" else wrong.to_json())
-
-    complaint = refused("convert", f"sub/in.{suffix}", "-", "--to", "json")
-    assert complaint.startswith(f"penstock: sub/in.{suffix}: the schedule breaks 1 rule\n")
-
-
 def test_a_link_stays_a_link_to_the_new_text_and_is_not_replaced_by_what_is_wrong(folder):
     (folder / "kept.txt").write_text("old")
     (folder / "link.txt").symlink_to("kept.txt")
@@ -91,26 +80,28 @@ def test_a_link_stays_a_link_to_the_new_text_and_is_not_replaced_by_what_is_wron
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "status", "told"),
     [
-        (["in.csv", "out.dat"], "--to: out.dat does not end in any of .csv, .json, .txt, .grid, .deepspeed, .megatron"),
-        (["in.csv", "-"], "--to: standard output has no name, which would tell its format; give one of csv, json"),
-        (["in.csv", "nowhere/out.csv"], "OUT: nowhere is not a folder; make it first"),
-        (["in.csv", "out.megatron"], "a table of Megatron-LM cannot express this order"),
-        (["in.csv", "out.grid", "--lowered"], "--lowered: grid holds actions alone; write csv or json"),
-        (["in.csv", os.devnull, "--to", "csv", "--force"], f"OUT: {os.devnull} is not a regular file"),
-        (["bad.csv", "out.json"], "bad.csv:2:5: "),
-        (["wrong.csv", "out.json"], "rank 0, position"),
+        ("in.csv out.dat", 1, "--to: out.dat does not end in any of .csv, .json, .txt, .grid, .deepspeed, .megatron"),
+        ("in.csv -", 1, "--to: standard output has no name, which would tell its format; give one of csv, json"),
+        ("in.csv nowhere/out.csv", 1, "OUT: nowhere is not a folder; make it first"),
+        ("in.csv out.megatron", 1, "a table of Megatron-LM cannot express this order"),
+        ("in.csv out.grid --lowered", 1, "--lowered: grid holds actions alone; write csv or json"),
+        (f"in.csv {os.devnull} --to csv --force", 1, f"OUT: {os.devnull} is not a regular file"),
+        ("bad.csv out.json", 1, "bad.csv:2:5: "),
+        ("sub/wrong.csv out.json", 1, "penstock: sub/wrong.csv: the schedule breaks 1 rule\n  rank 0, position"),
+        ("sub/wrong.json out.json", 1, "penstock: sub/wrong.json: the schedule breaks 1 rule\n"),
+        ("a b --lowered --compute-only", 2, "not allowed with argument"),
     ],
 )
-def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, refused, arguments, told):
+def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, refused, arguments, status, told):
+    orders = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]]
+    wrong = Schedule.from_actions("drawn", Placement.line(1), orders, num_microbatches=1)
     (folder / "bad.csv").write_text("0F0\n1F0,x")
-    (folder / "wrong.csv").write_text("0B0,0F0")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "wrong.csv").write_text(wrong.to_csv())
+    (folder / "sub" / "wrong.json").write_text(wrong.to_json())
     before = sorted(path.name for path in folder.iterdir())
 
-    assert told in refused("convert", *arguments)
+    assert told in refused("convert", *arguments.split(), status=status)
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-def test_two_wishes_for_communication_are_wrong_usage(capsys):
-    assert main(["convert", "a", "b", "--lowered", "--compute-only"]) == 2

@@ -62,7 +62,7 @@ def test_what_waiting_for_replicas_cost_is_told_where_there_are_several():
     assert json.loads(to_json(alone))["waits_for_replicas"] is None
 
 
-def test_idle_times_of_a_rank_add_up_in_its_row():
+def test_idle_times_of_a_rank_add_up_in_its_row_and_the_largest_cause_is_the_first():
     rows = sections(to_text(diagnosis_of(late_s=6.0)))["idle time of each rank by its cause, in s"]
 
     assert " ".join(rows[0].split()) == "rank dependency straggler launch synchronisation data loading idle"
@@ -71,6 +71,10 @@ def test_idle_times_of_a_rank_add_up_in_its_row():
         assert sum(causes) == pytest.approx(idle, abs=0.003)
     assert rows[-1].split()[0] == "all"
     assert float(rows[3].split()[2]) == 6.0
+    for step in ({"late_s": 60.0}, {"forward_s": (1.0, 1.0, 1.0, 2.0)}):
+        text = to_text(diagnosis_of(**step))
+        share, cause = re.match(r" *-([\d.]+ %) +[\d.]+ %  (\w+)", sections(text)[CAUSES][2]).groups()
+        assert f"\nlargest cause: {cause}, {share} of the step" in text
 
 
 def test_causes_that_cost_next_to_nothing_have_no_line():
@@ -119,15 +123,6 @@ def test_changes_that_save_less_than_two_percent_or_are_paid_with_memory_are_apa
         assert "chimera" not in line
 
 
-def test_the_largest_cause_is_the_first_row_of_the_table_of_causes():
-    for step in ({"late_s": 60.0}, {"forward_s": (1.0, 1.0, 1.0, 2.0)}):
-        text = to_text(diagnosis_of(**step))
-        first = sections(text)[CAUSES][2]
-
-        share, cause = re.match(r" *-([\d.]+ %) +[\d.]+ %  (\w+)", first).groups()
-        assert f"\nlargest cause: {cause}, {share} of the step" in text
-
-
 def test_assumptions_behind_a_change_are_told_where_it_is_listed():
     text = to_text(diagnosis_of(forward_s=(1.0, 1.0, 1.0, 2.0)))
     measured = to_text(diagnose(recorded_step(), SETTING, profiled=Costs.uniform(backward=2.0)))
@@ -138,6 +133,8 @@ def test_assumptions_behind_a_change_are_told_where_it_is_listed():
     )
     assert "\n  backwards in two parts are taken to be halves that cost nothing more; penstock profile" in text
     assert "halves" not in measured
+    assert "times of different hosts are within 20.0 µs of each other" in to_text(diagnosis_of(uncertainty_s=2e-5))
+    assert "different hosts" not in text
 
 
 def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
@@ -161,11 +158,6 @@ def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
     assert re.search(r"-\d+\.\d %\s+\+0.0 %  all weight gradients wait for W", helping)
     assumed = "\n".join(found["what is assumed of them"])
     assert "half of what an I and a W take is taken to be weight gradients" in assumed
-
-
-def test_uncertain_clocks_are_told():
-    assert "times of different hosts are within 20.0 µs of each other" in to_text(diagnosis_of(uncertainty_s=2e-5))
-    assert "different hosts" not in to_text(diagnosis_of())
 
 
 def test_json_holds_the_same_with_seconds_that_add_up():

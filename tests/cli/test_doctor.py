@@ -6,32 +6,17 @@ from dataclasses import replace
 import pytest
 
 from penstock.train.folder.run_folder import RunFolder
-from penstock.train.settings.config import config_from_table
 from tests.cli.recorded_steps import recorded_step
+from tests.train.settings.tables import config_with
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A run folder in which a step was recorded."""
-    config = config_from_table(
-        {
-            "run": {"folder": str(tmp_path)},
-            "data": {"corpus": "stdlib"},
-            "pipeline": {"ranks": 4, "microbatches": 8},
-            "model": {"layers": 14},
-            "batch": {"size": 16},
-        }
-    )
-    RunFolder(tmp_path).begin(config)
-    RunFolder(tmp_path).write("timeline.json", recorded_step().to_json().encode())
+    run = {"run": {"folder": str(tmp_path)}, "model": {"layers": 14}, "batch": {"size": 16}}
+    RunFolder(tmp_path).begin(config_with(**run, pipeline={"ranks": 4, "microbatches": 8}))
+    recorded_step().save(tmp_path / "timeline.json")
     return tmp_path
-
-
-def test_a_run_folder_is_told_in_tables(folder, printed):
-    text = printed("doctor", str(folder))
-    for part in ("step 20: 1f1b, 4 ranks", "idle time of each rank", "what would help"):
-        assert part in text
-    assert "16 microbatches" in text
 
 
 def test_costs_of_a_profile_in_the_folder_tell_how_backwards_split(folder, printed):
@@ -73,8 +58,9 @@ def test_a_saved_step_is_told_without_what_only_a_run_file_knows(folder, printed
     document = json.loads(printed("doctor", tmp_path / "step.json", "--to", "json"))
 
     assert text.splitlines()[:2] == of_run.splitlines()[:2]
-    for part in ("idle time of each rank", "what would help", "do next"):
+    for part in ("step 20: 1f1b, 4 ranks", "idle time of each rank", "what would help", "do next"):
         assert part in text
+        assert part in of_run
     assert "16 microbatches" in of_run
     assert "--set" in of_run
     assert "16 microbatches" not in text
@@ -92,18 +78,6 @@ def test_of_a_step_without_known_layers_the_causes_are_told(printed, tmp_path):
     assert text.startswith("step 20: 1f1b, 4 ranks, 4 stages, 8 microbatches\n")
     assert "idle time of each rank" in text
     assert "what would help" not in text
-
-
-def test_a_timeline_that_was_not_measured_has_no_diagnosis(refused, tmp_path):
-    replace(recorded_step(), source="predicted").save(tmp_path / "step.json")
-
-    assert "step.json is a predicted timeline; give one that was measured" in refused("doctor", tmp_path / "step.json")
-
-
-def test_an_incomplete_folder_is_one_message_and_status_1(folder, refused):
-    (folder / "timeline.json").unlink()
-
-    assert "holds no timeline.json" in refused("doctor", folder)
 
 
 def test_the_table_names_everything_that_training_needs(printed):
@@ -135,12 +109,13 @@ def test_it_says_what_an_asked_split_would_do(folder, split, printed):
     assert "as asked" not in told.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "told"),
-    [
-        (["--split", "8,8"], 1, "split [8, 8] names 2 stages, but the schedule has 4; give 4 numbers"),
-        (["--split", "4,4,4,4", "--split", "4,4,4,4"], 2, "--split is given twice; keep one"),
-    ],
-)
-def test_what_does_not_fit_the_run_is_one_message(folder, words, status, told, refused):
-    assert told in refused("doctor", folder, *words, status=status)
+def test_what_does_not_fit_the_run_is_one_message(folder, refused, tmp_path):
+    told = refused("doctor", folder, "--split", "8,8")
+    assert "split [8, 8] names 2 stages, but the schedule has 4; give 4 numbers" in told
+    told = refused("doctor", folder, "--split", "4,4,4,4", "--split", "4,4,4,4", status=2)
+    assert "--split is given twice; keep one" in told
+    replace(recorded_step(), source="predicted").save(tmp_path / "step.json")
+    told = refused("doctor", tmp_path / "step.json")
+    assert "step.json is a predicted timeline; give one that was measured" in told
+    (folder / "timeline.json").unlink()
+    assert "holds no timeline.json" in refused("doctor", folder)

@@ -59,7 +59,7 @@ def refusal(refused):
     return run
 
 
-def test_the_weights_and_each_checkpoint_have_the_loss_that_the_run_reported(capsys, place):
+def test_the_weights_and_each_checkpoint_have_the_loss_that_the_run_reported(capsys, printed, place):
     expected = held_out_losses(place)
 
     of_run = evaluated(capsys, "run")
@@ -71,6 +71,8 @@ def test_the_weights_and_each_checkpoint_have_the_loss_that_the_run_reported(cap
     assert (of_run["num_batches"], of_run["num_tokens"], of_run["weights"]) == (2, 128, "run/weights.safetensors")
     assert {step: found["loss"] for step, found in of_steps.items()} == expected
     assert {found["step"] for found in of_steps.values()} == {3, 6}
+    told = f"run/weights.safetensors: loss {expected[6]:.4f}, perplexity {math.exp(expected[6]):.4g} on held-out text"
+    assert printed("evaluate", "run") == f"{told} (128 tokens, 2 batches)\n"
 
 
 @pytest.mark.slow
@@ -96,15 +98,10 @@ def test_another_text_is_evaluated_as_a_whole_each_sequence_once(capsys, place, 
     assert (many["num_batches"], many["num_tokens"]) == ((1, 16) if packing == "none" else (1, 48))
     assert (one["num_batches"], one["num_tokens"]) == ((1, 16) if packing == "none" else (3, 96))
     assert many["loss"] != one["loss"]
-
-
-def test_a_text_is_evaluated_for_a_run_on_a_column_of_a_data_set(capsys, place):
-    (place / "a.txt").write_bytes(b"x" * 60)
     config = tomlkit.parse((place / "run" / "config.toml").read_text())
     config["data"] |= {"corpus": "datasets", "files": ["saved"], "column": "input_ids"}
     (place / "run" / "config.toml").write_text(tomlkit.dumps(config))
-
-    assert evaluated(capsys, "run", "--data", "a.txt")["num_tokens"] > 0
+    assert evaluated(capsys, "run", "--data", "a.txt")["num_tokens"] > 0, "a run on a column of a data set"
 
 
 @pytest.mark.slow
@@ -129,12 +126,6 @@ def test_two_ranks_find_the_same_loss_and_print_it_once_started_here_or_by_torch
     assert (launched.returncode, joined.returncode) == (0, 0), printed
     assert json.loads(printed[0][0])["loss"] == held_out_losses(place)[6]
     assert json.loads(printed[1][0])["num_tokens"] == 16 * (13_500 // 16)
-
-
-def test_the_text_names_the_weights_the_loss_and_the_perplexity(place, printed):
-    loss = held_out_losses(place)[6]
-    expected = f"run/weights.safetensors: loss {loss:.4f}, perplexity {math.exp(loss):.4g} on held-out text (128 tokens"
-    assert printed("evaluate", "run") == f"{expected}, 2 batches)\n"
 
 
 @pytest.mark.slow

@@ -30,24 +30,14 @@ def test_a_killed_rank_is_the_cause_and_what_another_saw_is_told_with_it():
     assert cause.message.endswith("\nrank 0: peer 1 is gone after 3B2")
 
 
-def test_a_rank_that_was_killed_after_another_passed_its_deadline_is_not_the_cause():
-    told = [failure(0, at_s=1.0, message="rank 1 is the culprit: it is stopped")]
-
-    assert first_cause({0: 5, 1: -signal.SIGKILL}, told) == told[0]
-
-
 def test_a_rank_that_the_launcher_ended_is_not_the_cause():
     assert first_cause({0: -signal.SIGTERM, 1: 4}, [failure(1, at_s=1.0)]).rank == 1
     assert first_cause({0: -signal.SIGTERM, 1: 3}, []).message == "rank 1 ended with status 3 and left no message"
-
-
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (250, "signal 250")])
-def test_a_signal_is_named_where_nothing_else_is_known(number, name):
-    assert first_cause({0: -number}, []).message == f"rank 0 was ended by {name}."
-
-
-def test_a_rank_that_was_interrupted_is_no_failure_to_tell():
-    assert first_cause({0: 130, 1: -signal.SIGTERM}, []).status == 130
+    assert first_cause({0: 130, 1: -signal.SIGTERM}, []).status == 130, "an interrupt is no failure to tell"
+    for number, name in ((signal.SIGTERM, "SIGTERM"), (250, "signal 250")):
+        assert first_cause({0: -number}, []).message == f"rank 0 was ended by {name}."
+    stopped = [failure(0, at_s=1.0, message="rank 1 is the culprit: it is stopped")]
+    assert first_cause({0: 5, 1: -signal.SIGKILL}, stopped) == stopped[0], "it passed its deadline before"
 
 
 def test_wrong_input_is_shown_without_a_rank_and_others_with_one():

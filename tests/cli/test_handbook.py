@@ -55,7 +55,7 @@ def test_the_example_of_offloads_prints_what_it_says(capsys):
     assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", OFFLOAD)
 
 
-def test_differences_are_about_families_and_options_that_exist():
+def test_differences_are_about_families_and_options_that_exist_and_stand_on_their_pages():
     about = re.findall(r"^\* `([\w-]+)`: ", TEXT, re.MULTILINE)
 
     assert len(about) > 5
@@ -64,16 +64,12 @@ def test_differences_are_about_families_and_options_that_exist():
         for text in differences(name):
             options = dict(re.findall(r"`(\w+)=(\w+)`", text)) | dict.fromkeys(re.findall(r"\(`(\w+)`\)", text), True)
             build(name, ranks=4, microbatches=8, **options)
-
-
-def test_the_differences_of_a_family_stand_on_its_page():
     told = [text.split(":")[0][:10] for text in differences("interleaved-1f1b")]
-
-    assert told == ["any number", "groups bel", "as many mi"]
-    assert differences("gpipe") == []
-    page = " ".join(family_text(FAMILIES["looped-bfs"], screen=Screen(120), as_markdown=False).split())
-    assert f"differs {differences('looped-bfs')[0]}" in page
-    assert differences("looped-bfs")[0] in family_text(FAMILIES["looped-bfs"], screen=Screen(120), as_markdown=True)
+    assert (told, differences("gpipe")) == (["any number", "groups bel", "as many mi"], [])
+    family, [text, *_] = FAMILIES["looped-bfs"], differences("looped-bfs")
+    page = family_text(family, screen=Screen(120), as_markdown=False)
+    assert f"differs {text}" in " ".join(page.split())
+    assert text in family_text(family, screen=Screen(120), as_markdown=True)
 
 
 def test_the_table_of_recomputation_says_what_is_predicted():
@@ -87,23 +83,17 @@ def test_the_table_of_recomputation_says_what_is_predicted():
         assert found == cells
 
 
-def test_the_function_in_the_text_is_that_of_the_example_and_runs():
-    assert FUNCTION in (ROOT / "examples" / "own_schedule.py").read_text(encoding="utf-8")
-    namespace = {}
-    exec(FUNCTION, namespace)
-
-    found = build(namespace["in_groups"], ranks=2, microbatches=4, size=2)
-
-    assert_grid(found, "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3\n1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3")
-
-
-def test_the_first_example_builds_a_schedule_and_the_family_in_the_text_is_zb_h1_and_zb_h2():
+def test_the_examples_build_schedules_and_the_family_in_the_text_is_zb_h1_and_zb_h2():
     first, namespace = {}, {}
     exec(EXAMPLE, first)
     exec(PHASES, namespace)
 
     assert first["schedule"] == build("1f1b", ranks=4, microbatches=8, warmup="eager")
     assert namespace["schedule"] == build("zb-h2", ranks=4, microbatches=8)
+    assert FUNCTION in (ROOT / "examples" / "own_schedule.py").read_text(encoding="utf-8")
+    exec(FUNCTION, namespace)
+    found = build(namespace["in_groups"], ranks=2, microbatches=4, size=2)
+    assert_grid(found, "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3\n1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3")
     assert build(namespace["zb"], ranks=5, microbatches=7) == build("zb-h1", ranks=5, microbatches=7)
 
 
@@ -182,12 +172,8 @@ def test_the_section_in_markdown_holds_command_and_drawing_in_a_fence():
     assert from_grid(fence[1]) == build("gpipe", ranks=4, microbatches=6)
     assert "* option backward_order: ascending or descending (default ascending): order of the" in section
     assert "recompute" not in section
-
-
-def test_an_example_that_a_family_refuses_is_told_in_its_place():
-    family = replace(FAMILIES["dualpipe"], example=(3, 8))
-
+    odd = replace(FAMILIES["dualpipe"], example=(3, 8))
     with pytest.raises(ConfigError) as refused:
         build("dualpipe", ranks=3, microbatches=8)
-    assert draw_example(family) == str(refused.value)
-    assert str(refused.value)[:20] in family_page(family, draw_example(family), [], Screen(120))
+    assert draw_example(odd) == str(refused.value), "the reason stands in its place"
+    assert str(refused.value)[:20] in family_page(odd, draw_example(odd), [], Screen(120))

@@ -24,12 +24,9 @@ def done(process):
     return output
 
 
-def test_without_arguments_a_run_file_is_written_and_the_next_command_said(printed, place):
+def test_the_name_of_a_file_says_what_it_is_and_stands_in_its_text(printed, place):
     assert printed("init") == "RUN.toml is written; next: penstock train RUN.toml\n"
     check_plan(load_config("RUN.toml"))
-
-
-def test_the_name_of_a_file_says_what_it_is_and_stands_in_its_text(printed, place):
     assert printed("init", "my.toml") == "my.toml is written; next: penstock train my.toml\n"
     assert printed("init", "my.py").startswith("my.py is written; next: python my.py")
 

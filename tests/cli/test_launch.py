@@ -135,14 +135,9 @@ def test_environment_and_handlers_are_as_before_after_a_launch(tmp_path, monkeyp
     assert failure.message == "rank 0 ended with status 3 and left no message"
     assert dict(os.environ) == before
     assert handlers_of_interrupts() == handlers
-
-
-def test_arguments_reach_the_rank_as_they_are(tmp_path):
     program = f"import sys; open({str(tmp_path / 'seen')!r}, 'w').write(sys.argv[1])"
-
     launch.launch_ranks([sys.executable, "-c", program, "a=$$ ${local_rank} b"], num_ranks=1)
-
-    assert (tmp_path / "seen").read_text() == "a=$$ ${local_rank} b"
+    assert (tmp_path / "seen").read_text() == "a=$$ ${local_rank} b", "arguments reach the rank as they are"
 
 
 def test_a_taken_and_an_impossible_port_are_refused_with_a_fix():
@@ -155,18 +150,21 @@ def test_a_taken_and_an_impossible_port_are_refused_with_a_fix():
         launch.LoopbackRendezvous(70000)
 
 
-def test_a_rank_of_a_later_attempt_meets_under_its_prefix():
-    rendezvous = launch.LoopbackRendezvous()
-    environment = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
+def environment_of(rank, world_size, port, **more):
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(rendezvous.port),
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "3",
+        **more,
     }
 
-    launch.join_ranks(environment, timeout_s=LONGEST_S)
+
+def test_a_rank_of_a_later_attempt_meets_under_its_prefix():
+    rendezvous = launch.LoopbackRendezvous()
+
+    launch.join_ranks(environment_of(0, 1, rendezvous.port, TORCHELASTIC_RESTART_COUNT="3"), timeout_s=LONGEST_S)
     dist.destroy_process_group()
 
     keys = rendezvous.store.list_keys()
@@ -177,30 +175,16 @@ def test_a_rank_of_a_later_attempt_meets_under_its_prefix():
 def test_a_rank_that_meets_nobody_says_whom_it_looked_for_and_is_not_the_cause_where_another_was_killed():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    environment = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
-    with pytest.raises(
-        PeerLost, match=rf"rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 0 s"
-    ) as lost:
-        launch.join_ranks(environment, timeout_s=0.1)
+    told = rf"rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 0 s"
+    with pytest.raises(PeerLost, match=told) as lost:
+        launch.join_ranks(environment_of(1, 2, port), timeout_s=0.1)
 
-    told = [RankFailure.of(lost.value, 1, str(lost.value))]
-    assert first_cause({0: -signal.SIGKILL, 1: 4}, told).rank == 0
+    failures = [RankFailure.of(lost.value, 1, str(lost.value))]
+    assert first_cause({0: -signal.SIGKILL, 1: 4}, failures).rank == 0
 
 
-@pytest.mark.parametrize("text", ["two", "-1"])
-def test_a_variable_that_is_no_number_is_refused(text):
-    with pytest.raises(ConfigError, match="environment variable WORLD_SIZE"):
-        launch.join_ranks({"RANK": "0", "WORLD_SIZE": text})
-
-
-def test_ranks_without_a_gpu_each_are_refused_before_they_meet(monkeypatch):
+def test_ranks_without_a_gpu_each_and_variables_that_are_no_numbers_are_refused_before_they_meet(monkeypatch):
     """No store is there to meet at, so that anything later would fail otherwise."""
     monkeypatch.setattr(devices, "look", lambda: devices.Machine("cuda", 1, has_backend=True))
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -209,3 +193,6 @@ def test_ranks_without_a_gpu_each_are_refused_before_they_meet(monkeypatch):
         launch.join_ranks(environment)
 
     assert caught.value.key == "run.device"
+    for text in ("two", "-1"):
+        with pytest.raises(ConfigError, match="environment variable WORLD_SIZE"):
+            launch.join_ranks({"RANK": "0", "WORLD_SIZE": text})

@@ -55,17 +55,14 @@ def test_a_rank_that_waits_in_c_code_ends_without_a_trace(number):
     assert printed == ("", "")
 
 
-def test_an_interrupt_raises_where_files_are_open():
-    with pytest.raises(KeyboardInterrupt), lifetime.interrupts_handled_by(signal.default_int_handler):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_an_interrupt_leaves_at_once_where_nothing_is_open():
+def test_an_interrupt_raises_where_files_are_open_and_leaves_at_once_where_none_are_or_the_launcher_is_gone():
     def action():
         with lifetime.interrupts_handled_by(lifetime.leave_at_once):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert exit_code(fork(action)) == 130
+    with pytest.raises(KeyboardInterrupt), lifetime.interrupts_handled_by(signal.default_int_handler):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert exit_code(fork(action)) == exit_code(fork(lambda: lifetime.die_with(1))) == 130
 
 
 @contextmanager
@@ -78,7 +75,7 @@ def hang_up_handled_by(handler):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_handlers_are_put_back():
+def test_handlers_are_put_back_and_a_hang_up_that_nohup_ignores_stays_ignored():
     with hang_up_handled_by(signal.SIG_DFL):
         before = [signal.getsignal(number) for number in lifetime.INTERRUPTS]
 
@@ -87,9 +84,6 @@ def test_handlers_are_put_back():
 
         assert inside == [signal.default_int_handler] * 3
         assert [signal.getsignal(number) for number in lifetime.INTERRUPTS] == before
-
-
-def test_a_hang_up_that_nohup_ignores_stays_ignored():
     with hang_up_handled_by(signal.SIG_IGN), lifetime.interrupts_handled_by(signal.default_int_handler):
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
@@ -99,10 +93,6 @@ def test_a_rank_knows_the_launcher_that_started_it():
     assert lifetime.launcher_of({"TORCHELASTIC_RUN_ID": "none"}) is None
     assert lifetime.launcher_of({"TORCHELASTIC_RUN_ID": "my-7"}) is None
     assert lifetime.launcher_of({}) is None
-
-
-def test_a_rank_whose_launcher_is_gone_already_ends():
-    assert exit_code(fork(lambda: lifetime.die_with(1))) == 130
 
 
 @pytest.mark.parametrize("bind", [lifetime.die_with, lambda launcher: lifetime.leave_after(launcher, poll_s=0.01)])

@@ -12,38 +12,29 @@ from penstock.tables import Screen
 from tests.cli.terminal import Terminal
 
 
-def test_results_and_complaints_go_to_their_own_streams(capsys):
+def test_results_and_complaints_go_to_their_own_streams_and_forgotten_output_nowhere(capsys, tmp_path, monkeypatch):
     say("a result")
     say("ends its line\n")
     complain("a problem")
-
     assert capsys.readouterr() == ("a result\nends its line\n", "penstock: a problem\n")
 
-
-def test_forgotten_output_goes_nowhere(tmp_path, monkeypatch):
     with open(tmp_path / "out", "w") as file:
         monkeypatch.setattr(sys, "stdout", file)
         forget_stdout()
         os.write(file.fileno(), b"lost")
-
     assert (tmp_path / "out").read_text() == ""
-
-
-def test_a_pipe_has_no_width_and_no_color(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-
-    assert screen_of(io.StringIO(), {"FORCE_COLOR": "1"}) == Screen()
 
 
 @pytest.mark.parametrize(
     ("environment", "has_color"),
     [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
 )
-def test_a_terminal_has_its_width_and_color_unless_it_is_not_wanted(monkeypatch, environment, has_color):
+def test_a_terminal_has_its_width_and_color_unless_unwanted_and_a_pipe_neither(monkeypatch, environment, has_color):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("LINES", "30")
 
     assert screen_of(Terminal(), environment) == Screen(40, has_color, 30)
+    assert screen_of(io.StringIO(), environment | {"FORCE_COLOR": "1"}) == Screen()
 
 
 def test_characters_that_an_encoding_lacks_are_spelled(monkeypatch):

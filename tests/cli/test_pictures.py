@@ -15,31 +15,22 @@ def asked(format=None, output=None, **others):
     return Namespace(format=format, output=output, **others)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (asked(), "grid"),
-        (asked("png"), "png"),
-        (asked(None, "a.svg"), "svg"),
-        (asked(None, "folder/A.HTML"), "html"),
-        (asked("trace", "a.json"), "trace"),
-    ],
-)
-def test_the_format_is_the_one_that_is_given_or_that_of_the_suffix(arguments, expected):
-    assert wanted_format(arguments, SUFFIXES, "grid") == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (asked(None, "a.jpg"), r"--output: a\.jpg has none of the suffixes \.svg, \.png"),
-        (asked(None, "a"), "give --to"),
-        (asked("png", "a.svg"), r"the suffix of a\.svg means svg, but --to is png"),
-    ],
-)
-def test_names_that_tell_no_format_or_another_one_are_refused(arguments, told):
-    with pytest.raises(ConfigError, match=told):
-        wanted_format(arguments, SUFFIXES, "grid")
+def test_the_format_is_the_one_that_is_given_or_that_of_the_suffix():
+    for format, output, expected in (
+        (None, None, "grid"),
+        ("png", None, "png"),
+        (None, "a.svg", "svg"),
+        (None, "folder/A.HTML", "html"),
+        ("trace", "a.json", "trace"),
+    ):
+        assert wanted_format(asked(format, output), SUFFIXES, "grid") == expected
+    for format, output, told in (
+        (None, "a.jpg", r"--output: a\.jpg has none of the suffixes \.svg, \.png"),
+        (None, "a", "give --to"),
+        ("png", "a.svg", r"the suffix of a\.svg means svg, but --to is png"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            wanted_format(asked(format, output), SUFFIXES, "grid")
 
 
 def test_arguments_that_would_change_nothing_are_refused():
@@ -61,19 +52,6 @@ def test_a_text_gets_its_last_line_end_and_no_screen_in_a_file(monkeypatch, tmp_
     assert (tmp_path / "a.txt").read_text() == "one line\n"
     assert output.screen.width is None
     assert Output(TABLE).screen.width
-
-
-def test_a_file_is_written_and_replaced_on_request_only(tmp_path):
-    asked_for = asked(output=str(tmp_path / "a.png"), force=False)
-    Output.of(asked_for, SUFFIXES, "grid", {}).write(b"first")
-
-    with pytest.raises(ConfigError, match=r"--output: .*a\.png exists; give another name, or --force to replace it"):
-        Output.of(asked_for, SUFFIXES, "grid", {})
-
-    asked_for.force = True
-    Output.of(asked_for, SUFFIXES, "grid", {}).write(b"second")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    assert (tmp_path / "a.png").read_bytes() == b"second"
 
 
 def test_a_terminal_gets_no_binary(monkeypatch, tmp_path):

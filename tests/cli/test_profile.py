@@ -36,7 +36,8 @@ def test_ranks_are_told_the_same_command(run_file, monkeypatch):
     assert rest == {"num_ranks": 2, "port": 0, "may_stop": False}
 
 
-def test_one_rank_is_profiled_in_this_process(run_file, printed):
+def test_one_rank_is_profiled_in_this_process(run_file, printed, refused):
+    assert "--steps: 0 steps; record 1 or more" in refused("profile", run_file, "--steps", "0")
     text = printed("profile", run_file, "--steps", "1")
     assert text.startswith("1f1b, 1 recorded step, split 5\n")
     assert "costs written to run/costs.toml: penstock compare NAME ... --costs run/costs.toml\n" in text
@@ -64,7 +65,3 @@ def test_two_ranks_write_costs_that_other_commands_read(tmp_path):
     compared = fork(command, tmp_path)
     assert compared.communicate(timeout=100)[1] == ""
     assert not {"run/weights.safetensors", "run/config.toml", "run/costs.toml"} & files_below(tmp_path)
-
-
-def test_no_steps_are_refused(run_file, refused):
-    assert "--steps: 0 steps; record 1 or more" in refused("profile", run_file, "--steps", "0")

@@ -52,19 +52,24 @@ def test_everything_that_was_measured_is_told_with_its_unit():
     ]
 
 
-def test_a_latency_that_was_not_found_has_the_unit_of_the_ping_beside_it():
-    text = profile_text(profile_of(replace(COSTS, latency_s=0.0)))
+def test_only_what_ran_and_was_measured_is_told():
+    split = replace(COSTS, backward_input_s=(0.01,), backward_weight_s=(0.01,))
+    alone = profile_text(profile_of(Costs(forward_s=(1.0,), backward_s=(2.0,)), channels=(), ranks=1))
+    without_latency = profile_text(profile_of(replace(COSTS, latency_s=0.0)))
+    noisy = profile_text(profile_of(replace(COSTS, spreads=(Spread(Kind.FORWARD, 1, 0.014, 0.005),))))
+    stage = StageMemory(0, 1024, 1024, 2, 4096, 0)
+    memory = (RankMemory(0, (stage,), 0, 0, None, 2, (MemoryPoint("begin", 1024, None, None),)),)
 
-    assert ["0", "to", "1", "0.00", "µs", "30.0", "µs"] in [line.split()[:7] for line in text.split("\n")]
-
-
-def test_a_profile_of_a_busy_machine_says_so_before_its_bottleneck():
-    noisy = replace(COSTS, spreads=(Spread(Kind.FORWARD, 1, 0.014, 0.005),))
-
-    lines = profile_text(profile_of(noisy)).split("\n\n")
-
-    assert lines[-2].startswith("busy machine: the middle half of equal computations of stage 1 on rank 1 spreads")
-    assert "busy machine" not in profile_text(profile_of())
+    for name in ("1f1b", "zb-h1"):
+        text = profile_text(profile_of(split, name=name))
+        assert ("backward input" in text) == ("backward weight" in text) == (name == "zb-h1")
+    assert ("channel" in alone, "launch" in alone) == (False, True)
+    # A latency that was not found has the unit of the ping beside it.
+    assert ["0", "to", "1", "0.00", "µs", "30.0", "µs"] in [line.split()[:7] for line in without_latency.split("\n")]
+    busy = "busy machine: the middle half of equal computations of stage 1 on rank 1 spreads"
+    assert noisy.split("\n\n")[-2].startswith(busy)
+    assert "memory, when a rank holds most" in profile_text(replace(profile_of(), memory=memory))
+    assert not {"busy", "memory"} & set(profile_text(profile_of()).split())
 
 
 EVEN = replace(COSTS, forward_s=(0.010, 0.0101), backward_s=(0.020,))
@@ -89,15 +94,6 @@ def test_the_bottleneck_is_told(costs, shape, told):
     assert bottleneck(profile_of(costs, **shape)) == told
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_only_kinds_that_ran_have_a_row(name):
-    split = replace(COSTS, backward_input_s=(0.01,), backward_weight_s=(0.01,))
-
-    text = profile_text(profile_of(split, name=name))
-
-    assert ("backward input" in text) == ("backward weight" in text) == (name == "zb-h1")
-
-
 def test_what_was_measured_with_split_backwards_is_told_apart():
     split = replace(
         COSTS,
@@ -111,18 +107,3 @@ def test_what_was_measured_with_split_backwards_is_told_apart():
 
     assert "0 0 backward input, where backwards are split 15.0 ms 14.0 ms 1.00 ms" in lines
     assert "1 1 forward, where backwards are split 16.0 ms" in lines
-
-
-def test_a_single_rank_has_no_channels():
-    text = profile_text(profile_of(Costs(forward_s=(1.0,), backward_s=(2.0,)), channels=(), ranks=1))
-
-    assert "channel" not in text
-    assert "launch" in text
-
-
-def test_the_memory_of_the_ranks_is_told_where_it_was_measured():
-    stage = StageMemory(0, 1024, 1024, 2, 4096, 0)
-    memory = (RankMemory(0, (stage,), 0, 0, None, 2, (MemoryPoint("begin", 1024, None, None),)),)
-
-    assert "memory, when a rank holds most" in profile_text(replace(profile_of(), memory=memory))
-    assert "memory" not in profile_text(profile_of())

@@ -57,23 +57,16 @@ def test_a_launched_rank_tells_its_launcher_and_prints_nothing(tmp_path, error, 
     assert (failure.rank, failure.status, failure.shown) == (1, status, message)
 
 
-def test_an_unexpected_error_is_told_with_its_traceback(tmp_path):
-    rendezvous = LoopbackRendezvous()
-
-    status, printed = run_in_fork(ZeroDivisionError("by nothing"), launched(rendezvous, 0), tmp_path)
-
-    assert (status, printed) == (70, "")
-    [failure] = read_failures(rendezvous.store, 1)
-    assert failure.status == 70
-    assert failure.shown.startswith("rank 0 failed: Traceback")
-    assert "ZeroDivisionError: by nothing\n\nThis is a bug in Penstock" in failure.message
-
-
-def test_a_reader_that_left_is_no_failure(tmp_path):
+def test_an_unexpected_error_is_told_with_its_traceback_and_a_reader_that_left_is_no_failure(tmp_path):
     rendezvous = LoopbackRendezvous()
 
     assert run_in_fork(BrokenPipeError(), launched(rendezvous, 0), tmp_path) == (130, "")
     assert read_failures(rendezvous.store, 1) == []
+    assert run_in_fork(ZeroDivisionError("by nothing"), launched(rendezvous, 0), tmp_path) == (70, "")
+    [failure] = read_failures(rendezvous.store, 1)
+    assert failure.status == 70
+    assert failure.shown.startswith("rank 0 failed: Traceback")
+    assert "ZeroDivisionError: by nothing\n\nThis is a bug in Penstock" in failure.message
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,13 @@ def folder(tmp_path):
     return tmp_path / "runs"
 
 
-def test_the_table_has_a_row_per_run_and_what_differs(printed, folder):
+def test_the_table_has_a_row_per_run_and_what_differs_and_json_all_of_it(printed, folder):
     headings, _, *rows = printed("runs", folder).splitlines()
 
     assert re.split(" {2,}", headings) == HEADINGS.split(", ")
+    first, second = json.loads(printed("runs", folder, "--to", "json"))
+    assert (first["name"], first["state"], first["loss"], first["tokens_per_s"]) == ("a", "finished", 2.0, 80.0)
+    assert (first["peak_bytes"], second["config"]["batch"]["size"]) == ([2**30, 3 * 2**30], 16)
     assert [re.split(" {2,}", row) for row in rows] == [
         ["a", "finished", "5", "5", "2.0000", "4.5000", "80", "-", "3.00 GiB", "batch.size=8"],
         ["b", "interrupted", "5", "5", "2.0000", "4.5000", "80", "-", "3.00 GiB", "batch.size=16"],
@@ -37,14 +40,6 @@ def test_many_differences_are_counted(printed, tmp_path):
     assert printed("runs", tmp_path).count(" and 1 more") == 2
 
 
-def test_json_has_numbers_and_the_whole_configuration(printed, folder):
-    first, second = json.loads(printed("runs", folder, "--to", "json"))
-
-    assert (first["name"], first["state"], first["loss"], first["tokens_per_s"]) == ("a", "finished", 2.0, 80.0)
-    assert first["peak_bytes"] == [2**30, 3 * 2**30]
-    assert second["config"]["batch"]["size"] == 16
-
-
 def test_a_picture_goes_by_its_suffix_and_replaces_nothing_unasked(refused, printed, folder, tmp_path):
     path = tmp_path / "curves.png"
     printed("runs", folder, "--output", path)
@@ -52,6 +47,8 @@ def test_a_picture_goes_by_its_suffix_and_replaces_nothing_unasked(refused, prin
 
     assert "exists; give another name, or --force" in refused("runs", str(folder), "--output", str(path))
     assert b"<svg" in printed("runs", folder, "--to", "svg", "--theme", "dark").encode()
+    assert "--theme: only for svg, png" in refused("runs", folder, "--theme", "dark")
+    assert "DIR: none is no folder" in refused("runs", "none")
 
 
 def test_several_folders_and_patterns_are_one_table_and_one_picture(printed, folder, tmp_path):
@@ -64,17 +61,6 @@ def test_several_folders_and_patterns_are_one_table_and_one_picture(printed, fol
     assert {"3 runs", "a   batch.size=8", "b   batch.size=16", "c   batch.size=32"} <= set(
         re.findall(r">([^<>]+)</text>", svg)
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "text"),
-    [
-        (["none"], 1, "DIR: none is no folder"),
-        ([".", "--theme", "dark"], 1, "--theme: only for svg, png"),
-    ],
-)
-def test_wrong_arguments_are_refused(refused, arguments, status, text):
-    assert text in refused("runs", *arguments, status=status)
 
 
 def test_a_run_that_cannot_be_read_is_named_in_a_line_beside_the_table_of_the_others(capsys, folder):

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 import penstock as ps
+from penstock.cli import searched as searched_module
 from penstock.cli.searched import (
     FIGURES,
     LimitResult,
@@ -55,23 +56,18 @@ def texts_of(picture):
     return re.findall(r"<text[^>]*>(.*?)</text>", picture.decode(), re.DOTALL)
 
 
-def test_json_has_the_figures_of_a_search():
-    found = searched()
-
-    members = json.loads(to_json(found))
-    assert tuple(members) == FIGURES
-    assert members["makespan_s"] == found.makespan_s
-    assert members["bubble_rate"] == found.timeline.bubble_rate
-    assert sum(members["bound"]["terms"].values()) == members["lower_bound_s"] == found.lower_bound_s
-
-
-def test_json_of_limits_is_a_list_and_one_that_nothing_fits_says_why(rows):
+def test_json_has_the_figures_of_a_search_and_for_a_limit_that_nothing_fits_says_why(rows):
     refused, one, two = json.loads(rows_to_json(rows))
 
     assert refused == {"memory_limit": "0.5 microbatches", **dict.fromkeys(FIGURES), "error": NO_ROOM}
     assert (one["memory_limit"], two["memory_limit"]) == ("1 microbatches", "2 microbatches")
     assert tuple(one)[1:] == FIGURES
     assert one["makespan_s"] > two["makespan_s"]
+    found = searched()
+    members = json.loads(to_json(found))
+    assert tuple(members) == FIGURES
+    assert (members["makespan_s"], members["bubble_rate"]) == (found.makespan_s, found.timeline.bubble_rate)
+    assert sum(members["bound"]["terms"].values()) == members["lower_bound_s"] == found.lower_bound_s
 
 
 def test_a_table_has_a_line_per_figure():
@@ -100,13 +96,9 @@ def test_a_table_of_limits_has_a_row_per_limit_and_below_it_what_nothing_fits(ro
         "", "gap 0: no order is shorter", "", "nothing fits:", f"  0.5 microbatches: {NO_ROOM}",
     ]  # fmt: skip
     assert refusals(rows) == lines[-1:]
-
-
-def test_a_narrow_screen_keeps_step_time_bound_and_gap(rows):
-    table = rows_to_table(rows[1:], Screen(50))
-
-    assert max(map(len, table.splitlines())) <= 50
-    assert {"makespan", "bound", "gap"} <= set(table.split())
+    narrow = rows_to_table(rows[1:], Screen(50))
+    assert max(map(len, narrow.splitlines())) <= 50
+    assert {"makespan", "bound", "gap"} <= set(narrow.split())
 
 
 def test_limits_in_bytes_have_bytes_and_the_bound_of_a_span_is_called_so():
@@ -146,21 +138,15 @@ def test_a_limit_has_the_bound_within_a_larger_one_if_that_is_larger():
 
 def test_of_equally_short_orders_a_limit_has_the_one_that_holds_least():
     large = within("4 microbatches")
-    wasteful = ps.plan(ps.build("gpipe", ranks=2, microbatches=4), UNITS)
+    wasteful, thin = (ps.plan(ps.build(name, ranks=2, microbatches=4), UNITS) for name in ("gpipe", "1f1b"))
+    assert thin.timeline.makespan_s == wasteful.timeline.makespan_s
     tied = replace(large, result=replace(large.result, plan=wasteful))
-    lean = replace(tied, limit=Limit.read("3 microbatches"), result=replace(large.result, plan=thin_as(wasteful)))
+    lean = replace(tied, limit=Limit.read("3 microbatches"), result=replace(large.result, plan=thin))
 
     changed = combined([tied, lean, LimitResult(Limit.read("5 microbatches"), reason=NO_ROOM)])
 
     assert [max(row.result.timeline.peak_activations) for row in changed[:2]] == [2, 2]
     assert changed[2].reason == NO_ROOM
-
-
-def thin_as(plan):
-    """A plan that takes as long as another one and holds less: 1F1B as long as GPipe."""
-    thin = ps.plan(ps.build("1f1b", ranks=2, microbatches=4), UNITS)
-    assert thin.timeline.makespan_s == plan.timeline.makespan_s
-    return thin
 
 
 def test_the_picture_of_a_search_is_its_timeline_with_bound_and_gap():
@@ -190,29 +176,24 @@ def test_the_picture_of_limits_has_a_point_per_result_and_the_bounds(rows):
 
 
 @pytest.mark.parametrize(
-    ("limit", "costs", "name"),
+    ("limit", "costs", "name", "memory", "bound"),
     [
-        ("5GiB", SIZED, "peak memory of a rank, in GiB"),
-        ("2 activations", UNITS, "peak activations of a rank"),
+        ("5GiB", SIZED, "peak memory of a rank, in GiB", "4", LowerBound(5.0, 13.0)),
+        ("2 activations", UNITS, "peak activations of a rank", "2", LowerBound(2.0, 13.0)),
     ],
 )
-def test_memory_is_drawn_in_the_unit_of_the_limits(limit, costs, name):
-    row = within(limit, costs)
-
-    page = rows_to_picture([row], SHAPE, costs_text="F=1", format="html", theme=None).decode()
-
-    cells = re.findall(r"<td>(.*?)</td>", page)
-    assert cells == [f"{limit}: gap 0", "13.0 s", "4" if costs is SIZED else "2"]
-    assert f"<th>{name}</th>" in page
-
-
-def test_bounds_are_drawn_in_the_unit_of_the_memory(monkeypatch):
+def test_memory_and_bounds_are_drawn_in_the_unit_of_the_limits(monkeypatch, limit, costs, name, memory, bound):
     drawn = {}
-    monkeypatch.setattr("penstock.cli.searched.pareto_picture", lambda *_, **options: drawn.update(options))
+    draw = searched_module.pareto_picture
+    monkeypatch.setattr(
+        searched_module, "pareto_picture", lambda *rows, **given: drawn.update(given) or draw(*rows, **given)
+    )
 
-    rows_to_picture([within("5GiB", SIZED)], SHAPE, costs_text="F=1", format="svg", theme=None)
+    page = rows_to_picture([within(limit, costs)], SHAPE, costs_text="F=1", format="html", theme=None).decode()
 
-    assert drawn["bounds"] == [LowerBound(5.0, 13.0)]
+    assert re.findall(r"<td>(.*?)</td>", page) == [f"{limit}: gap 0", "13.0 s", memory]
+    assert f"<th>{name}</th>" in page
+    assert drawn["bounds"] == [bound]
 
 
 def test_under_noise_a_larger_limit_takes_what_is_shorter_on_average():

@@ -1,6 +1,5 @@
 """`penstock show`."""
 
-import io
 import json
 import subprocess
 import sys
@@ -19,34 +18,25 @@ SHAPE = ["--ranks", "2", "--microbatches", "3"]
 
 
 @pytest.mark.feature("H13")
-def test_the_default_is_the_grid(printed):
+def test_the_default_is_the_grid_and_the_lowered_program_sends(printed):
     rows = printed("show", "1f1b", *SHAPE).splitlines()
 
     assert any("0F0" in row and "0B2" in row for row in rows)
     assert len([row for row in rows if "F0" in row]) == 2
-
-
-@pytest.mark.parametrize("form", ["grid", "csv", "json"])
-def test_the_lowered_program_sends(printed, form):
-    assert "SEND_F" in printed("show", "1f1b", *SHAPE, "--lowered", "--to", form)
-    assert "SEND_F" not in printed("show", "1f1b", *SHAPE, "--to", form)
+    for form in ("grid", "csv", "json"):
+        assert "SEND_F" in printed("show", "1f1b", *SHAPE, "--lowered", "--to", form)
+        assert "SEND_F" not in printed("show", "1f1b", *SHAPE, "--to", form)
 
 
 @pytest.mark.parametrize("words", [["--forward-only"], ["--lowered"]])
-def test_deepspeeds_streams_always_have_communication(printed, words):
+def test_streams_of_deepspeed_always_have_communication_and_a_table_of_megatron_none(printed, refused, words):
     schedule = build("1f1b", ranks=2, microbatches=3, forward_only="--forward-only" in words)
+    megatron = ["interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--to", "megatron"]
 
-    arguments = ["1f1b", *SHAPE, *words, "--to"]
-
-    assert printed("show", *arguments, "deepspeed") == to_deepspeed(schedule)
-    assert printed("show", *arguments, "deepspeed-old") == to_deepspeed(schedule, old=True)
-
-
-def test_a_table_of_megatron_has_no_communication(refused, printed):
-    shape = ["interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--to", "megatron"]
-
-    assert printed("show", *shape) == to_megatron(build("interleaved-1f1b", ranks=2, microbatches=4))
-    assert "a table of Megatron-LM has no communication" in refused("show", *shape, "--lowered")
+    for form, is_old in (("deepspeed", False), ("deepspeed-old", True)):
+        assert printed("show", "1f1b", *SHAPE, *words, "--to", form) == to_deepspeed(schedule, old=is_old)
+    assert printed("show", *megatron) == to_megatron(build("interleaved-1f1b", ranks=2, microbatches=4))
+    assert "a table of Megatron-LM has no communication" in refused("show", *megatron, "--lowered")
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -59,49 +49,12 @@ def test_every_format_may_be_asked_for_and_a_schedule_that_it_cannot_express_is_
     assert ("cannot express this order" in capsys.readouterr().err) == (status == 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "options"),
-    [
-        (["--set", "warmup=eager"], "1f1b", {"warmup": "eager"}),
-        (["--forward-only"], "1f1b", {"forward_only": True}),
-        (["--stages-per-rank", "2"], "forward-only", {"stages_per_rank": 2}),
-    ],
-)
-def test_options_reach_the_family(printed, words, name, options):
-    shape = ["--ranks", "4", "--microbatches", "6", "--to", "csv"]
-
-    found = printed("show", name, *shape, *words)
-
-    assert found == build(name, ranks=4, microbatches=6, **options).to_csv()
-    assert found != printed("show", name, *shape)
-
-
 def test_a_file_needs_no_shape_and_can_be_lowered(printed, tmp_path):
     schedule = build("1f1b", ranks=2, microbatches=3)
     (tmp_path / "mine.json").write_text(schedule.to_json())
 
     assert printed("show", str(tmp_path / "mine.json"), "--to", "csv") == schedule.to_csv()
     assert "SEND_F" in printed("show", str(tmp_path / "mine.json"), "--lowered")
-
-
-def test_a_drawing_can_be_piped_in(printed, monkeypatch):
-    drawing = printed("show", "gpipe", *SHAPE)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(drawing))
-
-    assert printed("show", "-") == drawing
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["1f2b", *SHAPE], "1f1b"),
-        (["1f1b", *SHAPE, "--set", "warmpu=eager"], "Did you mean 'warmup'"),
-        (["mine.py:mine", *SHAPE], "mine.py:mine is Python, which only --function runs: write --function mine.py:mi"),
-        (["zb-h1", *SHAPE, "--to", "svg", "--costs", "F=1,B=2"], "backward_input_s"),
-    ],
-)
-def test_wrong_input_is_one_message_and_status_1(refused, arguments, told):
-    assert told in refused("show", *arguments)
 
 
 def test_a_schedule_is_shown_without_loading_torch_numba_or_matplotlib():
@@ -149,14 +102,6 @@ def test_gathers_are_shown_in_a_program_and_a_picture(printed):
     assert "collective" in page
 
 
-def test_of_a_run_folder_the_recorded_step_is_named(tmp_path, refused):
-    (tmp_path / "schedule.csv").write_text("")
-    (tmp_path / "timeline.json").write_text("")
-
-    fix = f"(Is a directory). Give the path of a schedule file, such as {tmp_path / 'timeline.json'}\n"
-    assert refused("show", tmp_path).endswith(fix)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -164,6 +109,7 @@ def test_of_a_run_folder_the_recorded_step_is_named(tmp_path, refused):
         (["--data", "2", "--lowered"], "--data: only for svg, png, html, trace; leave it out for grid"),
         (["--shard", "full"], "--shard: of a program, which --lowered shows, or of a picture; add one of them"),
         (["--to", "svg", "--output", "no/such/folder/a.svg"], "no/such/folder is not a folder; make it first"),
+        (["--set", "warmpu=eager"], "Did you mean 'warmup'"),
     ],
 )
 def test_wrong_wishes_for_pictures_are_one_message(refused, arguments, told):
@@ -205,22 +151,17 @@ def test_a_recorded_step_is_drawn_in_every_format(printed, recorded):
     assert "SEND_F" in printed("show", str(recorded), "--lowered")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["--ranks", "4"], "--ranks"),
-        (["--shard", "full"], "--shard"),
-    ],
-)
-def test_a_recorded_step_has_its_own_shape_and_costs(refused, recorded, arguments, key):
-    told = f"penstock: {key}: {recorded} is a step that a run recorded, with its own shape and times; leave it out\n"
-    assert refused("show", recorded, "--to", "svg", *arguments) == told
+def test_a_recorded_step_has_its_own_shape_and_costs_and_is_named_of_a_run_folder(refused, printed, recorded, tmp_path):
+    for key, value in (("--ranks", "4"), ("--shard", "full")):
+        told = (
+            f"penstock: {key}: {recorded} is a step that a run recorded, with its own shape and times; leave it out\n"
+        )
+        assert refused("show", recorded, "--to", "svg", key, value) == told
+    (tmp_path / "schedule.csv").write_text("")
+    fix = f"(Is a directory). Give the path of a schedule file, such as {recorded}\n"
+    assert refused("show", tmp_path).endswith(fix)
 
-
-def test_a_timeline_that_was_not_measured_is_drawn_alone(printed, tmp_path):
     replace(recorded_step(), source="predicted").save(tmp_path / "step.json")
-
     svg = printed("show", tmp_path / "step.json", "--to", "svg")
-
     assert "1f1b, 4 ranks, 8 microbatches, predicted" in svg
     assert "measured" not in svg

@@ -42,7 +42,10 @@ def test_every_error_has_its_status(error, status):
     assert status_of(error) == status
 
 
-def test_a_message_is_plain_unless_it_is_a_bug():
+def test_a_message_is_plain_unless_it_is_a_bug_and_the_page_of_exit_codes_lists_every_one():
+    page = (ROOT / "docs" / "reference" / "exit_codes.md").read_text(encoding="utf-8")
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == {*ExitStatus, 6}
+    assert set(MEANINGS) == set(ExitStatus)
     assert message_of(ConfigError("is wrong", key="a.b")) == "a.b: is wrong"
     assert message_of(PermissionError(13, "Permission denied", "file")) == "file: Permission denied"
     assert "bug" not in message_of(MemoryError("of the machine"))
@@ -64,11 +67,3 @@ def test_a_limit_of_the_system_is_named_with_the_command_that_raises_it():
     assert message_of(OSError(27, "File too large", "file")).startswith(
         "file: File too large. Raise the limit of file sizes (ulimit -f), or"
     )
-
-
-def test_the_page_of_exit_codes_lists_every_one():
-    page = (ROOT / "docs" / "reference" / "exit_codes.md").read_text(encoding="utf-8")
-    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
-
-    assert listed == {*ExitStatus, 6}
-    assert set(MEANINGS) == set(ExitStatus)

@@ -32,10 +32,6 @@ def test_values_are_listed_doubled_or_counted_in_steps(text, values):
     assert read_sweep([f"microbatches={text}"]) == {"microbatches": values}
 
 
-def test_keys_may_be_written_as_options_are():
-    assert read_sweep(["stages-per-rank=1,2", "memory-limit=4"]).keys() == {"stages_per_rank", "memory_limit"}
-
-
 @pytest.mark.parametrize(
     ("text", "limits"),
     [
@@ -127,22 +123,13 @@ def test_replicas_are_swept_and_without_a_number_are_those_of_the_costs():
     assert (found.sharding, found.replicas) == (NOT_SHARDED, None)
 
 
-def test_limits_of_memory_make_no_further_schedules():
-    found = swept_schedules(
-        arguments("1f1b", ranks=2, microbatches=4), {"memory_limit": (Limit.read(2), Limit.read(4))}
-    )
-
-    assert [wanted.text for wanted in found] == ["1f1b"]
-
-
-def test_a_sweep_that_explodes_is_refused_with_its_number_and_the_limit():
+def test_a_sweep_that_explodes_or_of_a_size_that_is_given_is_refused_and_limits_make_no_further_schedules():
     sweep = {"ranks": tuple(range(1, 11)), "microbatches": tuple(range(1, 31))}
     assert len(swept_schedules(arguments("1f1b"), sweep)) == MOST_SCHEDULES
 
     with pytest.raises(ConfigError, match=r"600 schedules to simulate \(10 x 30 sizes of 2\); at most 300"):
         swept_schedules(arguments("1f1b", "gpipe"), sweep)
-
-
-def test_a_size_is_either_given_or_swept():
     with pytest.raises(ConfigError, match="stages_per_rank is swept and given as --stages-per-rank too"):
-        swept_schedules(arguments("1f1b", stages_per_rank=2), {"stages_per_rank": (1, 2)})
+        swept_schedules(arguments("1f1b", stages_per_rank=2), read_sweep(["stages-per-rank=1,2"]))
+    limits = read_sweep(["memory-limit=2,4"])
+    assert [wanted.text for wanted in swept_schedules(arguments("1f1b", ranks=2, microbatches=4), limits)] == ["1f1b"]

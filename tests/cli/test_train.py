@@ -80,25 +80,27 @@ def test_ranks_get_the_folder_that_was_chosen_and_the_flags(run_file, launches):
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["run"], "no run began"
 
 
-@pytest.mark.parametrize("flags", [("--fresh", "--force"), ("--resume", "--force")])
-def test_two_flags_that_choose_the_folder_are_wrong_usage(run_file, launches, refused, flags):
-    assert "not allowed with argument" in refused("train", run_file, *flags, status=2)
+def test_what_cannot_begin_is_refused_before_a_rank_is_started(run_file, launches, refused):
+    folder = Path(run_file).parent
+    (folder / "weights.pt").write_bytes(b"\x80\x04.")
+    load = ["--set", f'checkpoint.load="{folder / "weights.pt"}"']
 
-
-def test_resuming_without_a_checkpoint_ends_with_6_before_a_rank_is_started(run_file, launches, refused):
-    folder = Path(run_file).parent / "run"
-
-    told = f"penstock: --resume: {folder}: there is no such folder; leave --resume out to begin a run\n"
-    assert refused("train", run_file, "--resume", status=6) == told
-    assert launches == []
-
-
-def test_weights_that_are_none_are_refused_before_a_rank_is_started(run_file, launches, refused):
-    path = Path(run_file).parent / "weights.pt"
-    path.write_bytes(b"\x80\x04.")
-
-    complained = refused("train", run_file, "--set", f'checkpoint.load="{path}"', status=6)
-    assert complained.startswith(f"penstock: {path}: is no safetensors file; Penstock reads no other files of weights")
+    for arguments, status, told in (
+        (
+            [run_file, "--resume"],
+            6,
+            f"--resume: {folder / 'run'}: there is no such folder; leave --resume out to",
+        ),
+        (
+            [run_file, *load],
+            6,
+            f"{folder / 'weights.pt'}: is no safetensors file; Penstock reads no other",
+        ),
+        ([run_file, "--fresh", "--force"], 2, "not allowed with argument"),
+        ([run_file, "--resume", "--force"], 2, "not allowed with argument"),
+        ([folder / "none.toml"], 1, "none.toml"),
+    ):
+        assert told in refused("train", *arguments, status=status)
     assert launches == []
 
 
@@ -134,11 +136,6 @@ def test_a_failed_launch_prints_the_cause_and_ends_with_its_status(
 
     assert main(["train", run_file]) == status
     assert capsys.readouterr().err == printed
-
-
-def test_a_missing_run_file_is_refused_before_anything_starts(tmp_path, launches, refused):
-    assert "none.toml" in refused("train", str(tmp_path / "none.toml"))
-    assert launches == []
 
 
 @pytest.mark.parametrize(

@@ -59,36 +59,26 @@ def test_malformed_options_are_refused(texts):
         parse_options(texts)
 
 
-def test_a_family_gets_its_shape_and_options():
+def test_a_family_gets_its_shape_and_options_and_goes_before_a_file_of_the_same_name():
+    assert wanted("gpipe", *SIZE) == build("gpipe", ranks=2, microbatches=3)
     assert wanted("1f1b", *SIZE) == FILE
     assert wanted("1f1b", *SIZE, "--set", "warmup=eager") == build("1f1b", ranks=2, microbatches=3, warmup="eager")
     assert wanted("forward-only", *SIZE, "--stages", "5") == build("forward-only", ranks=2, microbatches=3, stages=5)
     assert wanted("1f1b", *SIZE, "--forward-only").is_forward_only
-
-
-def test_a_name_may_hold_options_of_its_own_and_its_shape_goes_first():
     eager = build("1f1b", ranks=2, microbatches=3, warmup="eager")
-
     assert wanted("1f1b:warmup=eager", *SIZE) == eager
     assert wanted("forward-only:stages-per-rank=3", *SIZE, "--stages-per-rank", "2").num_stages == 6
     assert wanted("breadth-depth:slices=2,depth=3", *SIZE).num_slices == 2
 
 
-@pytest.mark.parametrize("name", ["mine.csv", "mine.json", "lowered.csv", "nameless", "drawing.txt", "./gpipe"])
-def test_a_file_is_taken_as_it_is_without_its_communication(name):
-    assert wanted(name) == FILE
-    assert wanted(name, *SIZE, "--stages-per-rank", "1", "--slices", "1", "--stages", "2") == FILE
-
-
-def test_a_family_goes_before_a_file_of_the_same_name_and_of_a_file_the_forwards_can_be_taken_alone():
-    assert wanted("gpipe", *SIZE) == build("gpipe", ranks=2, microbatches=3)
-    assert wanted("mine.csv", "--forward-only") == build("1f1b", ranks=2, microbatches=3, forward_only=True)
-
-
-def test_a_dash_is_standard_input(monkeypatch):
+@pytest.mark.parametrize("name", ["mine.csv", "mine.json", "lowered.csv", "nameless", "drawing.txt", "./gpipe", "-"])
+def test_a_file_is_taken_as_it_is_without_its_communication(name, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(FILE.to_csv()))
-
-    assert wanted("-") == FILE
+    assert wanted(name) == FILE
+    monkeypatch.setattr(sys, "stdin", io.StringIO(FILE.to_csv()))
+    assert wanted(name, "--forward-only") == build("1f1b", ranks=2, microbatches=3, forward_only=True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(FILE.to_csv()))
+    assert wanted(name, *SIZE, "--stages-per-rank", "1", "--slices", "1", "--stages", "2") == FILE
 
 
 def test_a_function_is_called_with_its_options():

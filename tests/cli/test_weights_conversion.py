@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 
 from penstock.checkpoints.shards import write_tensors
 from penstock.cli.entry import main
-from penstock.hugging_face import source as sources
 from tests.checkpoints.written_files import names
 from tests.hugging_face.tiny_models import FAMILIES, saved_model
 
@@ -67,12 +66,6 @@ def test_a_folder_with_something_in_it_is_written_on_request_only(folder, refuse
     assert {"notes.txt", "model.safetensors"} < set(names(folder / "out"))
 
 
-def other_names(folder):
-    state = load_file(folder / "own.safetensors")
-    state["model.norms.weight"] = state.pop("model.norm.weight")
-    write_tensors(folder / "other.safetensors", state)
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [
@@ -92,7 +85,9 @@ def other_names(folder):
     ],
 )
 def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folder, refused, arguments, status, told):
-    other_names(folder)
+    state = load_file(folder / "own.safetensors")
+    state["model.norms.weight"] = state.pop("model.norm.weight")
+    write_tensors(folder / "other.safetensors", state)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     error = refused("convert", *arguments, status=status)
@@ -101,13 +96,3 @@ def test_what_cannot_be_converted_is_one_message_and_leaves_nothing_behind(folde
     assert len(error.splitlines()) == 1
     assert not (folder / "out").exists()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_without_transformers_the_line_that_installs_it_is_told(folder, refused, monkeypatch):
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr(sources, "import_module", missing)
-
-    assert 'pip install ".[transformers]"' in refused("convert", "own.safetensors", "out", "--like", "like")
-    assert not (folder / "out").exists()
