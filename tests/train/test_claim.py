@@ -13,14 +13,13 @@ from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.train.claim import Start, claimed, claimed_together, joined
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.folder.run_lock import RunLock
-from penstock.train.settings.config import config_from_table
 from tests.support.local_pipelines import error_of, on_ranks
 from tests.train.folder.test_run_lock import holding
+from tests.train.settings.tables import config_with, merged
 
 
 def config_in(folder, **sections):
-    table = {"run": {"folder": str(folder)}, "data": {"corpus": "stdlib"}}
-    return config_from_table({**table, **{name: table.get(name, {}) | keys for name, keys in sections.items()}})
+    return config_with(**merged({"run": {"folder": str(folder)}}, sections))
 
 
 def run_in(folder, *, is_finished=True, start=Start.BY_RULE, **sections):
@@ -84,15 +83,12 @@ def test_another_tokenizer_file_is_refused_where_a_run_would_continue_and_old_fo
     assert run_in(base, is_finished=False, **data("b" * 64))[0] == "run"
 
 
-def test_a_run_begins_where_nothing_is(base):
+def test_a_run_begins_where_nothing_or_only_a_profile_is(base):
     assert run_in(base / "deep") == ("deep", f"run folder: {base}/deep (new)")
-
-
-def test_a_run_begins_where_only_a_profile_was(base):
     (base / "tokens").mkdir(parents=True)
     (base / "costs.toml").touch()
     (base / "layer_times.json").touch()
-
+    shutil.rmtree(base / "deep")
     assert run_in(base) == ("run", f"run folder: {base} (holds no run yet)")
 
 
@@ -202,13 +198,6 @@ def test_resuming_needs_a_checkpoint(base):
     assert run_in(base, start=Start.RESUME)[1].endswith("continues after step 5)")
 
 
-def test_what_torchrun_restarts_stays_in_the_folder_that_was_forced(base):
-    run_in(base, is_finished=False)
-    run_in(base.with_name("run-2"))
-
-    assert run_in(base, start=Start.RESTART) == ("run", f"run folder: {base} (restarted)")
-
-
 @pytest.mark.parametrize(
     ("start", "damage", "told"),
     [
@@ -252,6 +241,7 @@ def test_force_begins_in_the_folder_itself_and_leaves_the_others(base):
     assert run_in(base, start=Start.FORCE, is_finished=False) == ("run", f"run folder: {base} (--force)")
     assert list(contents(base)) == [".lock", "config.toml", "weights.safetensors"]
     assert (base.with_name("run-2") / "weights.safetensors").read_bytes() == b"run-2"
+    assert run_in(base, start=Start.RESTART) == ("run", f"run folder: {base} (restarted)")  # by torchrun
 
 
 @pytest.mark.parametrize(
@@ -327,12 +317,7 @@ def test_rank_0_decides_for_all_ranks(base, tmp_path):
     told = on_ranks(2, claim_and_tell, configs, Start.BY_RULE)
 
     assert told == [(f"{base}-2", f"run folder: {base}-2 ({base} holds a finished run)\n"), (f"{base}-2", "")]
-
-
-def test_what_stops_rank_0_stops_every_rank(base, holder):
-    def failure(wires):
-        return error_of(claim_and_tell, wires, [config_in(base)] * 2, Start.BY_RULE)
-
-    errors = on_ranks(2, failure)
-
+    base.with_name("run-2").mkdir()
+    with holding(base.with_name("run-2")):
+        errors = on_ranks(2, lambda wires: error_of(claim_and_tell, wires, configs, Start.BY_RULE))
     assert all(isinstance(error, PenstockError) and "in use by process" in str(error) for error in errors)

@@ -9,20 +9,57 @@ import torch
 from penstock.errors import ConfigError
 from penstock.train import devices
 from penstock.train.devices import Machine, choose_device, device_of_rank, look, peak_bytes
-from penstock.train.settings.config import config_from_table
+from tests.train.settings.tables import config_with
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ranks", "gpus", "expected"),
+    ("wanted", "ranks", "machine", "expected"),
     [
-        ("auto", 4, 0, "cpu"),
-        ("auto", 1, 8, "cuda"),
-        ("auto", 4, 4, "cuda"),
-        ("cpu", 2, 1, "cpu"),
+        ("auto", 4, Machine("cuda", 0, has_backend=True), "cpu"),
+        ("auto", 1, Machine("cuda", 8, has_backend=True), "cuda"),
+        ("auto", 4, Machine("cuda", 4, has_backend=True), "cuda"),
+        ("cpu", 2, Machine("cuda", 1, has_backend=True), "cpu"),
+        ("auto", 1, Machine("cuda", 2, has_backend=False), "cuda"),
+        ("auto", 2, Machine("xpu", 2, has_backend=True), "xpu"),
+        ("xpu", 1, Machine("xpu", 2, has_backend=False), "xpu"),
     ],
 )
-def test_ranks_take_gpus_where_there_are_enough_or_none(wanted, ranks, gpus, expected):
-    assert choose_device(wanted, ranks, Machine("cuda", gpus, has_backend=True)) == expected
+def test_ranks_take_gpus_of_any_kind_where_there_are_enough_or_none(wanted, ranks, machine, expected):
+    assert choose_device(wanted, ranks, machine) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "machine", "told"),
+    [
+        (
+            "auto",
+            2,
+            Machine("cuda", 2, has_backend=False),
+            "no backend such as NCCL, by which 2 GPUs",
+        ),
+        (
+            "cuda",
+            1,
+            Machine(None, 0, has_backend=True),
+            "computes on CPUs alone, .*'cuda'; expected 'auto' or 'cpu'$",
+        ),
+        (
+            "cdua",
+            1,
+            Machine("cuda", 4, has_backend=True),
+            "is built for 'cuda', .* 'cdua'; .* 'cpu' or 'cuda'$",
+        ),
+        (
+            "cuda",
+            1,
+            Machine("xpu", 4, has_backend=True),
+            "is built for 'xpu', .* 'cuda'; .* 'cpu' or 'xpu'$",
+        ),
+    ],
+)
+def test_a_kind_or_a_backend_that_this_torch_lacks_is_an_error_with_those_that_it_has(wanted, ranks, machine, told):
+    with pytest.raises(ConfigError, match=f"^run.device: this torch (has )?{told}"):
+        choose_device(wanted, ranks, machine)
 
 
 @pytest.mark.parametrize(
@@ -42,46 +79,8 @@ def test_too_few_gpus_are_an_error_with_the_choices(wanted, ranks, gpus, words):
     assert ("pipeline.ranks" in str(caught.value)) is (gpus > 0)
 
 
-def test_several_gpus_need_nccl_and_one_does_not():
-    machine = Machine("cuda", 2, has_backend=False)
-    assert choose_device("auto", 1, machine) == "cuda"
-    with pytest.raises(ConfigError, match="this torch has no backend such as NCCL, by which 2 GPUs exchange messages"):
-        choose_device("auto", 2, machine)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wanted", "text"),
-    [
-        (None, "cuda", "this torch computes on CPUs alone, and has no device 'cuda'; expected 'auto' or 'cpu'"),
-        (
-            "cuda",
-            "cdua",
-            "this torch is built for 'cuda', and has no device 'cdua'; expected 'auto' or 'cpu' or 'cuda'",
-        ),
-        ("xpu", "cuda", "this torch is built for 'xpu', and has no device 'cuda'; expected 'auto' or 'cpu' or 'xpu'"),
-    ],
-)
-def test_a_kind_that_this_torch_lacks_is_an_error_with_those_that_it_has(kind, wanted, text):
-    with pytest.raises(ConfigError) as caught:
-        choose_device(wanted, 1, Machine(kind, 4 if kind else 0, has_backend=True))
-
-    assert str(caught.value) == f"run.device: {text}"
-
-
-def test_another_kind_than_cuda_is_taken_as_well():
-    assert choose_device("auto", 2, Machine("xpu", 2, has_backend=True)) == "xpu"
-    assert choose_device("xpu", 1, Machine("xpu", 2, has_backend=False)) == "xpu"
-
-
-def run_of(ranks=1, device="auto", compute="model"):
-    return config_from_table(
-        {
-            "run": {"folder": "runs/x", "device": device},
-            "pipeline": {"ranks": ranks},
-            "data": {"corpus": "stdlib"},
-            "precision": {"compute": compute},
-        }
-    )
+def run_of(device="auto", compute="model"):
+    return config_with(run={"device": device}, pipeline={"ranks": 1}, precision={"compute": compute})
 
 
 @pytest.fixture

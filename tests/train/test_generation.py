@@ -15,6 +15,7 @@ from penstock.train.generation import as_text, draw, generate, load_trained, pro
 from penstock.train.settings.config import config_from_table
 from penstock.train.settings.sections import SampleSection
 from tests.support.local_pipelines import on_ranks
+from tests.train.tiny_runs import tiny_table
 
 BYTES = load_tokenizer("bytes")
 ENDLESS = replace(BYTES, end_of_document=None)
@@ -98,12 +99,6 @@ def test_tokens_are_drawn_as_often_as_temperature_and_top_k_say(section, odds):
 # ---- tokens and text
 
 
-def always(token, end):
-    """A tokenizer, and a pipeline whose likeliest token is always the same."""
-    pipeline = Pipeline([Likes(token)], "gpipe", 1)
-    return pipeline, Tokenizer("of a test", 4, None, None, end)
-
-
 class Likes(torch.nn.Module):
     def __init__(self, token):
         super().__init__()
@@ -113,17 +108,13 @@ class Likes(torch.nn.Module):
         return torch.nn.functional.one_hot(torch.full_like(tokens, self.token), 6).double()
 
 
-def test_the_end_of_a_document_ends_the_text():
-    for end, expected in ((2, []), (None, [2, 2, 2])):
-        pipeline, tokenizer = always(2, end)
-        found = list(generate(pipeline, [1], tokenizer, SampleSection(tokens=3, temperature=0), length=4))
-        assert found == expected
+@pytest.mark.parametrize(("token", "end", "expected"), [(2, 2, []), (2, None, [2, 2, 2]), (5, None, [0, 0, 0])])
+def test_the_end_of_a_document_ends_the_text_and_a_token_that_the_tokenizer_lacks_is_never_taken(token, end, expected):
+    pipeline, tokenizer = Pipeline([Likes(token)], "gpipe", 1), Tokenizer("of a test", 4, None, None, end)
 
+    found = list(generate(pipeline, [1], tokenizer, SampleSection(tokens=3, temperature=0), length=4))
 
-def test_a_token_that_the_tokenizer_does_not_have_is_never_taken():
-    pipeline, tokenizer = always(5, None)
-
-    assert list(generate(pipeline, [1], tokenizer, SampleSection(tokens=1, temperature=0), length=4)) == [0]
+    assert found == expected
 
 
 def test_a_character_of_several_tokens_is_shown_when_it_is_whole():
@@ -131,9 +122,7 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole():
 
     assert "".join(pieces) == "né…"
     assert pieces[:2] == ["n", "é"]
-
-
-def test_what_never_becomes_a_character_and_what_would_move_the_cursor_are_shown_as_unknown():
+    # What never becomes one, and what would move the cursor, is shown as unknown.
     assert "".join(as_text(b"a\xff\x1b[2J\tb\n\xc3", BYTES.decode)) == "a\ufffd\ufffd[2J\tb\n\ufffd"
 
 
@@ -148,10 +137,8 @@ def test_a_prompt_without_tokens_is_refused_by_its_key():
 
 
 def config_of(folder, *, tied):
-    model = {"width": 16, "layers": 2, "heads": 2, "key_value_heads": 1, "hidden": 16, "tied_head": tied}
-    return config_from_table(
-        {"run": {"folder": str(folder)}, "model": model, "data": {"corpus": "stdlib"}, "batch": {"length": LENGTH}}
-    )
+    model = {"layers": 2, "tied_head": tied}
+    return config_from_table(tiny_table(folder, "text.txt", model=model, batch={"length": LENGTH}))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,11 +1,9 @@
 """A whole run: it learns, and leaves behind what it promises."""
 
 import gzip
-import io
 import json
 
 import pytest
-import tokenizers
 from safetensors.torch import load_file
 
 from penstock.cli.entry import main
@@ -13,9 +11,10 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.lowering import lower
 from penstock.schedules import build
 from penstock.train.data.dataset import TokenDataset
-from penstock.train.loop import train
-from penstock.train.settings.config import config_from_table, load_config
+from penstock.train.settings.config import load_config
 from penstock.train.watching.recorded_step import read_recorded_step
+from tests.train.settings.tables import merged
+from tests.train.tiny_runs import save_tokenizer, tiny_table, trained
 
 STEPS = 6
 
@@ -28,21 +27,13 @@ def text(tmp_path_factory):
 
 
 def table_of(folder, text, **changes):
-    table = {
-        "run": {"folder": str(folder), "steps": STEPS, "evaluate_every": 4, "evaluate_batches": 2, "record_step": 3},
-        "pipeline": {"ranks": 1, "microbatches": 2},
-        "model": {"width": 32, "layers": 2, "heads": 2, "key_value_heads": 1, "hidden": 48},
-        "data": {"files": [str(text)], "held_out_fraction": 0.1},
-        "batch": {"size": 4, "length": 16},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
-    }
-    return table | {name: table.get(name, {}) | change for name, change in changes.items()}
+    steps = {"steps": STEPS, "evaluate_every": 4, "evaluate_batches": 2, "record_step": 3}
+    model = {"width": 32, "layers": 2, "hidden": 48}
+    return merged(tiny_table(folder, text, run=steps, model=model, optimizer={"learning_rate": 1e-2}), changes)
 
 
 def run(folder, text, **changes):
-    output = io.StringIO()
-    result = train(config_from_table(table_of(folder, text, **changes)), output=output)
-    return result, output.getvalue()
+    return trained(table_of(folder, text, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +44,6 @@ def finished(tmp_path_factory, text):
 
 def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_the_loss_falls_from_a_guess(finished):
-    folder, result, _ = finished
-
-    losses = [row["loss"] for row in rows_of(folder)]
-    assert losses[0] == pytest.approx(5.55, abs=0.1)  # log(256)
-    assert losses[-1] == result.loss < losses[0] - 0.5
 
 
 @pytest.mark.slow
@@ -77,29 +60,12 @@ def test_a_run_ends_with_the_text_that_its_model_writes_which_generate_repeats(t
     assert capsys.readouterr().out == "it is a \n"
 
 
-def test_a_prompt_without_tokens_is_refused_before_the_run_begins(tmp_path, text):
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"it": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "words.json"))
-    data = {"tokenizer": str(tmp_path / "words.json")}
-
-    with pytest.raises(ConfigError, match=r"^sample.prompt: ' ' has no tokens"):
-        run(
-            tmp_path / "run",
-            text,
-            sample={"prompt": " "},
-            data=data,
-            model={"vocabulary": 2},
-            run={"evaluate_batches": 0},
-        )
-
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_each_step_has_its_row_with_evaluation_and_bubble_where_they_are_due(finished):
+def test_the_loss_falls_from_a_guess_and_each_step_has_its_row_with_evaluation_and_bubble_where_they_are_due(finished):
     folder, result, _ = finished
 
     rows = rows_of(folder)
+    assert rows[0]["loss"] == pytest.approx(5.55, abs=0.1)  # log(256)
+    assert rows[-1]["loss"] == result.loss < rows[0]["loss"] - 0.5
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["step"] for row in rows if "held_out_loss" in row] == [4, 6]
     assert [row["step"] for row in rows if "bubble_fraction" in row] == [3]
@@ -110,6 +76,7 @@ def test_each_step_has_its_row_with_evaluation_and_bubble_where_they_are_due(fin
     assert {row["num_tokens"] for row in rows} == {64}
 
 
+@pytest.mark.feature("H7")
 def test_the_folder_holds_all_that_is_promised(finished):
     folder, result, _ = finished
 
@@ -131,6 +98,10 @@ def test_the_folder_holds_all_that_is_promised(finished):
     assert (folder / "schedule.csv").read_text().strip() == "0F0,0B0,0F1,0B1"
     assert len(load_file(folder / "weights.safetensors")) == 3 + 2 * 9
     assert json.loads((folder / "summary.json").read_text())["held_out_loss"] == result.held_out_loss
+    recorded = read_recorded_step(folder)
+    assert (recorded.step, recorded.layers_of_stage) == (3, (range(5),))
+    assert recorded.end_s.tolist() == result.timeline.end_s.tolist()
+    assert recorded.prologues == result.timeline.prologues
 
 
 @pytest.mark.feature("F4")
@@ -155,27 +126,20 @@ def test_the_lines_tell_what_is_trained_how_it_went_and_where_to_look(finished):
     assert f"In {folder}:" in printed
 
 
-@pytest.mark.feature("H7")
-def test_the_recorded_step_reads_back_as_it_was_measured(finished):
-    folder, result, _ = finished
+def test_a_run_may_do_without_evaluation_record_and_files_of_metrics_but_a_prompt_has_tokens(tmp_path, text):
+    bare = {"evaluate_batches": 0, "record_step": 0, "steps": 2}
+    path = save_tokenizer(tmp_path / "words.json", {"it": 0, "[UNK]": 1}, unknown="[UNK]")
+    words = {"data": {"tokenizer": path}, "model": {"vocabulary": 2}}
+    with pytest.raises(ConfigError, match=r"^sample.prompt: ' ' has no tokens"):
+        run(tmp_path / "words", text, sample={"prompt": " "}, run=bare, **words)
+    assert not (tmp_path / "words" / "metrics.jsonl").exists()
 
-    recorded = read_recorded_step(folder)
-
-    assert recorded.step == 3
-    assert recorded.end_s.tolist() == result.timeline.end_s.tolist()
-    assert recorded.layers_of_stage == (range(5),)
-    assert recorded.prologues == result.timeline.prologues
-
-
-def test_a_run_may_do_without_evaluation_record_and_files_of_metrics(tmp_path, text):
-    result, printed = run(
-        tmp_path, text, run={"evaluate_batches": 0, "record_step": 0, "steps": 2}, metrics={"jsonl": False}
-    )
+    result, printed = run(tmp_path / "run", text, run=bare, metrics={"jsonl": False})
 
     assert result.held_out_loss is None
     assert result.timeline is None
     assert "held-out" not in printed
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_nothing_of_an_earlier_run_is_overwritten(tmp_path, text):
@@ -197,9 +161,8 @@ def test_nothing_of_an_earlier_run_is_overwritten(tmp_path, text):
 
 
 def train_as_rank(rank, table):
-    output = io.StringIO()
-    result = train(config_from_table(table), output=output)
-    return result.loss, result.held_out_loss, output.getvalue()
+    result, printed = trained(table)
+    return result.loss, result.held_out_loss, printed
 
 
 @pytest.mark.feature("X45")

@@ -1,6 +1,5 @@
 """A user's own model in a run file: found, checked, trained on any number of ranks, and known again."""
 
-import io
 import json
 from contextlib import chdir
 
@@ -11,10 +10,11 @@ from safetensors.torch import load_file
 from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import LayerSpec
-from penstock.train.loop import train
 from penstock.train.model_source import KEY, build_layers, loss_of, require_named_code, source_digest
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.setup import check_plan
+from tests.train.settings.tables import merged, refusal_of
+from tests.train.tiny_runs import tiny_table, trained
 
 MODELS = """
 import torch
@@ -107,15 +107,9 @@ def files(tmp_path, monkeypatch):
 
 
 def table_of(source="recurrent", **changes):
-    table = {
-        "run": {"folder": "run", "steps": 4, "evaluate_batches": 1, "record_step": 0},
-        "pipeline": {"ranks": 1, "microbatches": 2},
-        "model": {"source": f"mine.py:{source}"},
-        "data": {"files": ["text.txt"], "held_out_fraction": 0.1},
-        "batch": {"size": 4, "length": 16},
-        "optimizer": {"learning_rate": 2e-2, "warmup_steps": 1},
-    }
-    return table | {name: table.get(name, {}) | change for name, change in changes.items()}
+    run = {"steps": 4, "evaluate_batches": 1}
+    table = tiny_table("run", "text.txt", run=run, optimizer={"learning_rate": 2e-2})
+    return merged(table | {"model": {"source": f"mine.py:{source}"}}, changes)
 
 
 def config_of(source="recurrent", **changes):
@@ -123,13 +117,12 @@ def config_of(source="recurrent", **changes):
 
 
 def run(source="recurrent", **changes):
-    output = io.StringIO()
-    return train(config_of(source, **changes), output=output), output.getvalue()
+    return trained(table_of(source, **changes))
 
 
 def train_as_rank(rank, folder, table):
     with chdir(folder):
-        return train(config_from_table(table), output=io.StringIO()).held_out_loss
+        return trained(table)[0].held_out_loss
 
 
 @pytest.mark.slow
@@ -200,6 +193,11 @@ def test_what_is_wrong_with_a_function_is_one_message_before_anything_is_made(fi
         run(source)
 
     assert not (files / "run").exists()
+    with pytest.raises(ConfigError, match=r"^pipeline\.ranks: .*the model has 4 \(those of mine.py:recurrent\)"):
+        check_plan(config_of(pipeline={"ranks": 5}))
+    shapes = r"the last layer returned \(2, 16, 7\).*\(2, 16, 256\) \[batch, length, voc"
+    with pytest.raises(PenstockError, match=shapes):
+        run("narrow", run={"steps": 1})
 
 
 @pytest.mark.parametrize(
@@ -213,24 +211,7 @@ def test_what_is_wrong_with_a_function_is_one_message_before_anything_is_made(fi
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(files, changes, key):
-    with pytest.raises(ConfigError) as caught:
-        config_of(**changes)
-
-    assert caught.value.key == key
-
-
-def test_more_ranks_than_layers_name_the_function(files):
-    with pytest.raises(ConfigError, match=r"the model has 4 \(those of mine.py:recurrent\)") as caught:
-        check_plan(config_of(pipeline={"ranks": 5}))
-
-    assert caught.value.key == "pipeline.ranks"
-
-
-def test_logits_of_another_shape_are_named_in_the_first_step(files):
-    with pytest.raises(
-        PenstockError, match=r"the last layer returned \(2, 16, 7\).*\(2, 16, 256\) \[batch, length, voc"
-    ):
-        run("narrow")
+    assert refusal_of(table_of(**changes)).key == key
 
 
 def test_a_loss_of_ones_own_is_used(files):

@@ -15,6 +15,7 @@ from penstock.train.data.sequences import Source
 from penstock.train.profiling import NUM_WARM_UP_STEPS, profile_pipeline, profile_run
 from penstock.train.settings.config import config_from_table
 from tests.train.local_ranks import VOCABULARY, on_small_pipelines
+from tests.train.tiny_runs import tiny_table
 
 NUM_STEPS = 3
 TABLES_BYTES = 2 * 8 * 4 * 4
@@ -148,15 +149,7 @@ def test_a_run_is_profiled_without_touching_what_its_folder_holds(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "summary.json").write_text("of an earlier run")
-    config = config_from_table(
-        {
-            "run": {"folder": str(folder), "evaluate_batches": 0},
-            "pipeline": {"ranks": 1, "microbatches": 2},
-            "model": {"width": 16, "layers": 1, "heads": 2, "key_value_heads": 2, "hidden": 16},
-            "data": {"files": [str(text)]},
-            "batch": {"size": 4, "length": 16},
-        }
-    )
+    config = config_from_table(tiny_table(folder, text))
 
     found = profile_run(config, num_steps=1)
 

@@ -19,6 +19,8 @@ from tests.house.source import ROOT
 from tests.support.local_pipelines import error_of
 from tests.support.tiny_run import TEXT
 from tests.train.local_ranks import Stopping
+from tests.train.settings.tables import merged
+from tests.train.tiny_runs import tiny_table
 
 TOLERANCE = 1e-12
 NUM_STEPS = 6
@@ -114,26 +116,21 @@ def run(inputs, tmp_path, two_ranks, four_ranks):
 
 def table_of(inputs, folder, ranks, replicas, **sections):
     """Eight rows a batch, in four microbatches of the whole job."""
-    table = {
-        "run": {
-            "folder": str(folder),
-            "steps": NUM_STEPS,
-            "evaluate_every": 3,
-            "evaluate_batches": 2,
-            "record_step": 0,
-            "device": "cpu",
-        },
-        "pipeline": {"ranks": ranks, "microbatches": 4 // replicas},
-        "parallel": {"data": replicas},
-        "model": {"width": 16, "layers": 2, "heads": 2, "key_value_heads": 2, "hidden": 16, "dtype": "float64"},
-        "data": {"files": [str(inputs / "text.txt")], "held_out_fraction": 0.1},
-        "batch": {"size": 8, "length": 16},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
-        "checkpoint": {"every": 2},
-    }
+    run = {"steps": NUM_STEPS, "evaluate_every": 3, "evaluate_batches": 2, "device": "cpu"}
+    table = tiny_table(
+        folder,
+        inputs / "text.txt",
+        run=run,
+        pipeline={"ranks": ranks, "microbatches": 4 // replicas},
+        parallel={"data": replicas},
+        model={"layers": 2, "key_value_heads": 2, "dtype": "float64"},
+        batch={"size": 8},
+        optimizer={"learning_rate": 1e-2, "warmup_steps": 2},
+        checkpoint={"every": 2},
+    )
     if "source" in sections.get("model", {}):
         table["model"] = {}
-    return table | {name: table.get(name, {}) | given for name, given in sections.items()}
+    return merged(table, sections)
 
 
 def train_rank(rank, table, stop=None):

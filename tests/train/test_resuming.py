@@ -7,7 +7,6 @@ import shutil
 from contextlib import nullcontext
 
 import pytest
-import tokenizers
 from safetensors.torch import load_file, save_file
 
 from penstock.checkpoints.folder import CheckpointFolder
@@ -24,6 +23,8 @@ from penstock.train.watching.metrics import read_metrics
 from tests.support.local_pipelines import error_of
 from tests.support.tiny_run import TEXT
 from tests.train.local_ranks import Stopping
+from tests.train.settings.tables import merged
+from tests.train.tiny_runs import save_tokenizer, tiny_table, trained
 
 NUM_STEPS = 8
 
@@ -34,17 +35,13 @@ def here(tmp_path):
     return tmp_path
 
 
-def config_in(folder, **sections):
-    table = {
-        "run": {"folder": str(folder / "run"), "steps": NUM_STEPS, "evaluate_batches": 1, "record_step": 2},
-        "pipeline": {"ranks": 1, "microbatches": 2},
-        "model": {"width": 16, "layers": 1, "heads": 2, "key_value_heads": 2, "hidden": 16},
-        "data": {"files": [str(folder / "text.txt")]},
-        "batch": {"size": 4, "length": 16},
-        "optimizer": {"warmup_steps": 2},
-        "checkpoint": {"every": 2, "keep_last": 20},
-    }
-    return config_from_table({**table, **{name: table.get(name, {}) | keys for name, keys in sections.items()}})
+def table_in(folder, **sections):
+    run = {"steps": NUM_STEPS, "evaluate_batches": 1, "record_step": 2}
+    checkpoint = {"every": 2, "keep_last": 20}
+    table = tiny_table(
+        folder / "run", folder / "text.txt", run=run, optimizer={"warmup_steps": 2}, checkpoint=checkpoint
+    )
+    return merged(table, sections)
 
 
 def run(folder, *, stop=None, start=Start.BY_RULE, **sections):
@@ -52,7 +49,7 @@ def run(folder, *, stop=None, start=Start.BY_RULE, **sections):
     output = io.StringIO()
     request = StopRequest() if stop is None else Stopping(stop)
     with pytest.raises(KeyboardInterrupt) if stop else nullcontext():
-        train(config_in(folder, **sections), output=output, stop=request, start=start)
+        train(config_from_table(table_in(folder, **sections)), output=output, stop=request, start=start)
     return output.getvalue()
 
 
@@ -84,18 +81,17 @@ class Acting(StopRequest):
 
     def __init__(self, step, act):
         super().__init__()
-        self.left, self.act = step, act
+        self.actions = [lambda: None] * (step - 1) + [act]
 
     @property
     def is_requested(self):
-        self.left -= 1
-        if self.left == 0:
-            self.act()
+        if self.actions:
+            self.actions.pop(0)()
         return False
 
 
 def ended_by(folder, stop, **sections):
-    return str(error_of(lambda: train(config_in(folder, **sections), output=io.StringIO(), stop=stop)))
+    return str(error_of(trained, table_in(folder, **sections), stop=stop))
 
 
 @pytest.mark.parametrize(("asynchronous", "every"), [(True, 2), (False, 0)])
@@ -192,29 +188,19 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_older_one_taken(her
     assert_same_end(here, whole)
 
 
-def test_another_text_is_refused(here):
-    run(here, stop=2)
-    shutil.rmtree(here / "run" / "tokens")
-    (here / "text.txt").write_text(TEXT.replace("fox", "cat"))
-
-    assert "was trained on another text, or with another tokenizer" in str(error_of(lambda: run(here)))
-
-
-def save_tokenizer(path, words):
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "."))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
+def save_words(path, words):
+    save_tokenizer(path, {word: number for number, word in enumerate(words)}, unknown=".")
 
 
 @pytest.mark.slow
 def test_a_tokenizer_file_that_does_not_match_the_checkpoint_is_refused_by_train_and_generate(here, capsys):
     words = sorted(set(TEXT.replace(".", " .").split()))
     how = {"data": {"files": [str(here / "text.txt")], "tokenizer": str(here / "words.json")}}
-    save_tokenizer(here / "words.json", words)
+    save_words(here / "words.json", words)
     run(here, stop=2, **how)
     generate = ["generate", str(here / "run"), "--prompt", words[0], "--tokens", "2"]
     assert main(generate) == 0
-    save_tokenizer(here / "words.json", words[::-1])  # as many tokens, but others
+    save_words(here / "words.json", words[::-1])  # as many tokens, but others
 
     assert main(generate) == 1
     assert f"data.tokenizer: {here}/words.json has changed since the run began" in capsys.readouterr().err
@@ -229,13 +215,13 @@ def test_a_tokenizer_file_that_does_not_match_the_checkpoint_is_refused_by_train
 def test_weights_of_a_run_with_another_tokenizer_file_are_taken_with_a_note(here):
     words = sorted(set(TEXT.replace(".", " .").split()))
     how = {"data": {"files": [str(here / "text.txt")], "tokenizer": str(here / "words.json")}, "run": {"steps": 1}}
-    save_tokenizer(here / "words.json", words)
+    save_words(here / "words.json", words)
     run(here, **how)
     how |= {"checkpoint": {"load": str(here / "run")}}
     note = f"note: they were trained with another tokenizer file than {here}/words.json"
 
     assert note not in run(here, start=Start.FRESH, **how)
-    save_tokenizer(here / "words.json", words[::-1])
+    save_words(here / "words.json", words[::-1])
     assert note in run(here, start=Start.FRESH, **how)
 
 
@@ -249,14 +235,24 @@ def test_a_killed_end_is_made_up_for(here, whole, monkeypatch):
     assert_same_end(here, whole)
 
 
-def test_without_checkpoints_a_run_is_as_it_was(here, whole):
-    run(here, checkpoint={"every": 0})
+def test_without_checkpoints_a_run_is_as_it_was_also_where_no_folder_for_them_can_be_written(here, whole, monkeypatch):
+    run(here, stop=1, checkpoint={"every": 0})
+    (here / "run" / "checkpoints").write_text("a file")
+    taken = []
+    with monkeypatch.context() as patch:
+        patch.setattr(RunCheckpoints, "resume", lambda self: taken.append(self))
+        error = error_of(lambda: run(here))
+    assert isinstance(error, PenstockError)
+    assert "run/checkpoints: cannot be written: " in str(error)
+    assert taken == [], "it is found before a step"
 
+    (here / "run" / "checkpoints").unlink()
+    run(here, checkpoint={"every": 0})
     assert not (here / "run" / "checkpoints").exists()
     assert_same_end(here, whole)
 
 
-def test_a_run_begins_with_the_weights_of_another(here, whole):
+def test_a_run_begins_with_the_weights_of_another_and_goes_on_with_its_own_text_alone(here, whole):
     weights, losses = whole
     save_file(weights, here / "theirs.safetensors")
 
@@ -266,19 +262,9 @@ def test_a_run_begins_with_the_weights_of_another(here, whole):
     assert read_metrics(here / "run" / "metrics.jsonl")[0]["loss"] < losses[0] - 0.05
     again = run(here, run={"steps": 2}, checkpoint={"load": str(here / "theirs.safetensors")})
     assert "the weights are those of" not in again
-
-
-def test_a_folder_that_cannot_be_written_is_found_before_a_step(here, monkeypatch):
-    run(here, stop=1, checkpoint={"every": 0})
-    (here / "run" / "checkpoints").write_text("a file")
-    taken = []
-    monkeypatch.setattr(RunCheckpoints, "resume", lambda self: taken.append(self))
-
-    error = error_of(lambda: run(here))
-
-    assert isinstance(error, PenstockError)
-    assert "run/checkpoints: cannot be written: " in str(error)
-    assert taken == []
+    shutil.rmtree(here / "run" / "tokens")
+    (here / "text.txt").write_text(TEXT.replace("fox", "cat"))
+    assert "was trained on another text, or with another tokenizer" in str(error_of(lambda: run(here)))
 
 
 @pytest.mark.slow

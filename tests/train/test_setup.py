@@ -19,24 +19,18 @@ from penstock.train.setup import (
     prepare_together,
 )
 from tests.support.local_pipelines import error_of, on_ranks
+from tests.train.settings.tables import merged
 
 BATCH = {"size": 4, "length": 8}
 
 
 def config_of(folder="run", files=("text",), **sections):
-    table = {"run": {"folder": str(folder)}, "data": {"files": [str(file) for file in files]}}
-    return config_from_table(table | {"pipeline": {"microbatches": 4}, "batch": BATCH} | sections)
+    table = {"run": {"folder": str(folder)}, "data": {"files": [str(file) for file in files]}, "batch": BATCH}
+    return config_from_table(merged(table | {"pipeline": {"ranks": 2, "microbatches": 4}}, sections))
 
 
 def with_pipeline(**settings):
-    return config_of(pipeline={"ranks": 2, "microbatches": 4} | settings)
-
-
-@pytest.mark.feature("A15")
-def test_the_named_schedule_is_built_with_its_options():
-    config = with_pipeline(schedule="1f1b", options={"warmup": "eager"})
-
-    assert build_plan(config)[0] == build("1f1b", ranks=2, microbatches=4, warmup="eager")[0]
+    return config_of(pipeline=settings)
 
 
 def test_a_file_may_hold_a_program_which_is_proved_and_limited_as_a_schedule_is(tmp_path):
@@ -45,7 +39,7 @@ def test_a_file_may_hold_a_program_which_is_proved_and_limited_as_a_schedule_is(
     path.write_text(program.to_csv())
     text = tmp_path / "text"
     text.write_text("text " * 2000)
-    config = config_of(files=[text], pipeline={"ranks": 2, "microbatches": 4, "schedule": str(path)})
+    config = config_of(files=[text], pipeline={"schedule": str(path)})
 
     assert build_plan(config).to_csv() == program.to_csv()
     check_plan(config)
@@ -56,14 +50,9 @@ def test_a_file_may_hold_a_program_which_is_proved_and_limited_as_a_schedule_is(
     path.write_text(program.to_csv().replace("0SEND_F1,", ""))
     with pytest.raises((ScheduleError, FormatError), match=r"F1"):
         check_plan(config)
-
-
-def test_a_program_without_backwards_teaches_nothing(tmp_path):
-    path = tmp_path / "program.csv"
     path.write_text(lower(build("forward-only", ranks=2, microbatches=4)).to_csv())
-
     with pytest.raises(ConfigError, match=r"pipeline.schedule: program has no backwards"):
-        build_plan(with_pipeline(schedule=str(path)))
+        build_plan(config)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +77,7 @@ def test_what_cannot_be_planned_is_refused(settings, error, told):
 
 def test_a_residency_that_overlapped_pairs_exceed_is_refused_with_the_plan():
     def config(**parallel):
-        pipeline = {"ranks": 2, "microbatches": 4, "schedule": "dualpipe-v"}
-        return config_of(pipeline=pipeline, parallel={"data": 2} | parallel, batch={"size": 8, "length": 8})
+        return config_of(pipeline={"schedule": "dualpipe-v"}, parallel={"data": 2} | parallel, batch={"size": 8})
 
     check_plan(config(shard="full"))
     check_plan(config(residency=1))
@@ -108,23 +96,26 @@ def test_a_limit_in_bytes_goes_with_a_file_of_costs(tmp_path):
     assert (memory_limit(with_pipeline()), load_costs(with_pipeline())) == (None, None)
 
 
-def test_a_file_brings_its_own_number_of_slices_and_a_family_takes_the_one_that_is_set(tmp_path):
+@pytest.mark.feature("A15")
+def test_a_file_brings_its_own_slices_and_microbatches_and_a_family_takes_those_that_are_set(tmp_path):
     path = str(tmp_path / "mine.csv")
     (tmp_path / "mine.csv").write_text(build("seq1f1b", ranks=2, microbatches=4, slices=2).to_csv())
 
+    eager = with_pipeline(schedule="1f1b", options={"warmup": "eager"})
+    assert build_plan(eager)[0] == build("1f1b", ranks=2, microbatches=4, warmup="eager")[0]
     for named in ({"schedule": path}, {"schedule": path, "slices": 2}, {"schedule": "seq1f1b", "slices": 2}):
         found = build_plan(with_pipeline(**named))
         assert found == build("seq1f1b", ranks=2, microbatches=4, slices=2)
     assert build_plan(with_pipeline(schedule="seq1f1b")).num_slices == 1
     with pytest.raises(ConfigError, match=r"^pipeline\.slices: 4, but .* is for 2 slices; make them equal"):
         build_plan(with_pipeline(schedule=path, slices=4))
+    with pytest.raises(ConfigError, match=r"pipeline\.microbatches: 2, but .* is for 4 microbatches"):
+        build_plan(with_pipeline(schedule=path, microbatches=2))
 
 
 def test_the_length_must_fill_the_slices_evenly_unless_told_otherwise():
     def check_slices(number, **batch):
-        check_plan(
-            config_of(pipeline={"schedule": "seq1f1b", "microbatches": 4, "slices": number}, batch=BATCH | batch)
-        )
+        check_plan(config_of(pipeline={"schedule": "seq1f1b", "slices": number}, batch=batch))
 
     check_slices(4)
     check_slices(3, allow_ragged=True)
@@ -132,13 +123,6 @@ def test_the_length_must_fill_the_slices_evenly_unless_told_otherwise():
         check_slices(3)
     with pytest.raises(ConfigError, match=r"^batch\.length: 8 tokens cannot fill 9 slices"):
         check_slices(9, allow_ragged=True)
-
-
-def test_a_schedule_for_other_microbatches_is_refused(tmp_path):
-    (tmp_path / "mine.csv").write_text(build("gpipe", ranks=2, microbatches=2).to_csv())
-
-    with pytest.raises(ConfigError, match=r"pipeline\.microbatches: 4, but .* is for 2 microbatches"):
-        build_plan(with_pipeline(schedule=str(tmp_path / "mine.csv")))
 
 
 def test_a_split_is_checked_for_one_copy_of_the_model():
@@ -173,8 +157,7 @@ def configs_of(tmp_path):
     """Configurations of two ranks, each with one of two texts, or with one that is missing."""
     (tmp_path / "text").write_text("all work and no play " * 60)
     (tmp_path / "other").write_text("no work and all play " * 60)
-    pipeline = {"ranks": 2, "microbatches": 4}
-    return lambda *names: [config_of(tmp_path / "run", [tmp_path / name], pipeline=pipeline) for name in names]
+    return lambda *names: [config_of(tmp_path / "run", [tmp_path / name]) for name in names]
 
 
 def test_all_ranks_read_the_tokens_that_one_made(tmp_path, configs_of):

@@ -42,11 +42,12 @@ def train(num_ranks, batches_of_steps, num_batches=1, layers=None, **options):
     return on_small_pipelines(num_ranks, case, layers or small_layers("float64"), scale_loss=scale, **options)
 
 
-@pytest.mark.feature("A16", "E15")
-def test_the_loss_falls_and_every_rank_is_told_the_same():
-    outcomes, others = (result[0] for result in train(2, [[random_batch(0)]] * 8))
+@pytest.mark.feature("A16", "E15", "E6", "E10")
+def test_the_loss_falls_every_rank_is_told_the_same_and_no_gradient_stays_behind():
+    (outcomes, _, pipeline), (others, _, other) = train(2, [[random_batch(0)]] * 8)
 
     assert outcomes == others
+    assert all(parameter.grad is None for parameter in (*pipeline.parameters(), *other.parameters()))
     assert outcomes[-1].loss < outcomes[0].loss - 0.1
     assert [outcome.learning_rate for outcome in outcomes] == [
         learning_rate_at(n, OPTIONS, NUM_STEPS) for n in range(1, 9)
@@ -140,13 +141,6 @@ def test_losses_that_layers_add_are_trained_and_told_as_their_mean_over_the_batc
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
 
 
-@pytest.mark.feature("E6", "E10")
-def test_no_gradient_stays_behind_a_step():
-    [(_, _, pipeline)] = train(1, [[random_batch(0)]])
-
-    assert all(parameter.grad is None for _, parameter in pipeline.named_parameters())
-
-
 class LateBatches:
     """Batches that take a while of a clock that only they move."""
 
@@ -162,19 +156,21 @@ class LateBatches:
         return random_batch(index)
 
 
-def record_late_batches(transport):
-    now_s = [100.0]
-    clock = Clock(lambda: now_s[0], "one host")
-    pipeline = small_pipeline(transport, scale_loss=scale_over(2), clock=clock)
-    durations_s = [16.0, 4.0] if transport.rank else [16.0, 0.5]
-    outcome = trainer_of(pipeline).step(3, LateBatches(now_s, durations_s), record=True)
-    pipeline.close()
-    return outcome
+def recorded_late(make_batches, num_batches, durations_s_by_rank):
+    """Record a step of two ranks, whose clocks are one for the program and go on only while a rank loads."""
+
+    def case(transport):
+        now_s = [100.0]
+        options = {"clock": Clock(lambda: now_s[0], "one host"), "scale_loss": scale_over(num_batches)}
+        with small_pipeline(transport, **options) as pipeline:
+            batches = make_batches(now_s, durations_s_by_rank[transport.rank])
+            return trainer_of(pipeline).step(3, batches, record=True)
+
+    return on_ranks(2, case)
 
 
 def test_a_recorded_step_tells_how_long_each_rank_waited_for_the_last_batch():
-    """The clocks are one for the program, and stand still while a rank computes: only loading shows."""
-    outcomes = on_ranks(2, record_late_batches)
+    outcomes = recorded_late(LateBatches, 2, [[16.0, 0.5], [16.0, 4.0]])
     assert [outcome.data_wait_s for outcome in outcomes] == [16.5, 20.0]
     for recorded in (outcome.recorded for outcome in outcomes):
         assert recorded.step == 3
@@ -186,40 +182,30 @@ def test_a_recorded_step_tells_how_long_each_rank_waited_for_the_last_batch():
         assert recorded.message_bytes == (2 * 8 * 16 * 4, 0)
 
 
-def stream_of(batch, num_microbatches=4):
-    return Stream(list(zip(*(part.chunk(num_microbatches) for part in batch), strict=True)))
+def stream_items(batch):
+    return list(zip(*(part.chunk(4) for part in batch), strict=True))
 
 
 def test_a_batch_may_come_as_a_stream_and_gives_the_same_step():
     batches = [[random_batch(2 * step + index) for index in range(2)] for step in range(2)]
 
     [(whole, expected, _)] = train(1, batches, 2)
-    [(streamed, found, _)] = train(1, [[stream_of(batch) for batch in each] for each in batches], 2)
+    [(streamed, found, _)] = train(1, [[Stream(stream_items(batch)) for batch in each] for each in batches], 2)
 
     assert streamed == whole
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def record_late_stream(transport):
-    now_s = [100.0]
-
-    def items(late_s):
-        tokens, target = random_batch(0)
-        for pair in zip(tokens.chunk(4), target.chunk(4), strict=True):
-            now_s[0] += late_s.pop(0)
-            yield pair
-
-    clock = Clock(lambda: now_s[0], "one host")
-    pipeline = small_pipeline(transport, clock=clock)
-    late_s = [[16.0, 8.0, 4.0, 2.0], [16.0, 0.5, 0.25, 0.125]][transport.rank]
-    outcome = trainer_of(pipeline).step(3, [Stream(items(late_s))], record=True)
-    pipeline.close()
-    return outcome
-
-
 def test_a_recorded_step_tells_how_long_each_rank_waited_for_which_microbatch_of_a_stream():
-    """The clocks are one for the program, and stand still while a rank computes: only loading shows."""
-    outcomes = on_ranks(2, record_late_stream)
+    def late_stream(now_s, durations_s):
+        def items():
+            for pair, duration_s in zip(stream_items(random_batch(0)), durations_s, strict=True):
+                now_s[0] += duration_s
+                yield pair
+
+        return [Stream(items())]
+
+    outcomes = recorded_late(late_stream, 1, [[16.0, 8.0, 4.0, 2.0], [16.0, 0.5, 0.25, 0.125]])
     assert [outcome.data_wait_s for outcome in outcomes] == [30.0, 16.875]
     for recorded in (outcome.recorded for outcome in outcomes):
         waits = recorded.data_waits

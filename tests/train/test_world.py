@@ -6,17 +6,16 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.execute.control.collectives import Control
-from penstock.train.settings.config import config_from_table
 from penstock.train.setup import check_together
 from penstock.train.world import check_ranks, replicas_of, require_same_layout
 from tests.support.local_pipelines import error_of, on_ranks
+from tests.train.settings.tables import config_with
 
 CPU = torch.device("cpu")
 
 
 def config_of(ranks=2, data=1, **parallel):
-    table = {"run": {"folder": "run"}, "data": {"files": ["text"]}, "pipeline": {"ranks": ranks}}
-    return config_from_table(table | {"parallel": {"data": data} | parallel, "batch": {"size": 48}})
+    return config_with(pipeline={"ranks": ranks}, parallel={"data": data} | parallel, batch={"size": 48})
 
 
 @pytest.mark.parametrize(
@@ -39,25 +38,19 @@ def test_a_world_of_another_size_is_refused_with_those_that_fit(config, num_proc
     check_ranks(config, config.num_processes)
 
 
-def layout_error(transport, configs):
-    return error_of(require_same_layout, configs[transport.rank], Control(transport))
+def test_ranks_that_were_told_otherwise_are_refused_on_all_of_them_before_the_plan_is_looked_at():
+    def errors(check, *configs):
+        return on_ranks(2, lambda transport: error_of(check, configs[transport.rank], transport))
 
+    def check_layout(config, transport):
+        require_same_layout(config, Control(transport))
 
-def test_ranks_that_were_told_otherwise_are_refused_on_all_of_them():
-    errors = on_ranks(2, layout_error, [config_of(2, 1), config_of(1, 2)])
-
-    assert [str(error) for error in errors] == [
-        "pipeline.ranks: 1 on rank 1, but 2 on rank 0; give all ranks the same file"
-    ] * 2
-    errors = on_ranks(2, layout_error, [config_of(1, 2), config_of(1, 2, shard="full")])
-    assert {error.key for error in errors} == {"parallel.shard"}
-
-
-def test_a_wrong_layout_of_one_rank_is_refused_before_the_plan_is_looked_at():
-    def case(transport):
-        return error_of(check_together, [config_of(2, 1), config_of(1, 2)][transport.rank], transport)
-
-    assert {error.key for error in on_ranks(2, case)} == {"pipeline.ranks"}
+    other = config_of(2, 1), config_of(1, 2)
+    told = "pipeline.ranks: 1 on rank 1, but 2 on rank 0; give all ranks the same file"
+    assert [str(error) for error in errors(check_layout, *other)] == [told] * 2
+    assert {error.key for error in errors(check_together, *other)} == {"pipeline.ranks"}
+    shards = config_of(1, 2), config_of(1, 2, shard="full")
+    assert {error.key for error in errors(check_layout, *shards)} == {"parallel.shard"}
 
 
 def mesh_of_rank(rank, config):
@@ -75,10 +68,6 @@ def test_the_replicas_of_a_stage_are_neighbours(four_ranks):
     ]
 
 
-def test_one_replica_shares_out_nothing():
-    assert replicas_of(config_of(2, 1, shard="full"), CPU) == {}
-
-
 def test_shards_are_told_where_there_are_several_replicas(monkeypatch):
     monkeypatch.setattr("penstock.train.world.init_device_mesh", lambda *sizes, mesh_dim_names: (sizes, mesh_dim_names))
 
@@ -87,3 +76,4 @@ def test_shards_are_told_where_there_are_several_replicas(monkeypatch):
     mesh = (("cpu", (2, 3)), ("pipeline", "data"))
     assert found == {"mesh": mesh, "shard": "full", "residency": None, "look_ahead": 4}
     assert replicas_of(config_of(2, 3), CPU)["shard"] == "none"
+    assert replicas_of(config_of(2, 1, shard="full"), CPU) == {}
