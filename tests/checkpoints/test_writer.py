@@ -249,16 +249,28 @@ def test_the_last_ones_stay(tmp_path, on_one_rank):
     assert names(tmp_path) == ["step-6", "step-7", "step-8"]
 
 
-@pytest.mark.parametrize("keep", [-1, True, 1.5, "3", None])
-def test_a_number_of_checkpoints_that_is_none_is_refused_before_anything_is_written(tmp_path, keep):
+@pytest.mark.parametrize(
+    ("folder", "options", "told"),
+    [
+        ("file/in", {}, r"/file/in: cannot be written: Not a directory"),
+        *(
+            ("new", {"keep": keep}, "^keep: .*; expected a number of checkpoints, or 0 for all")
+            for keep in (-1, True, 1.5, "3", None)
+        ),
+    ],
+)
+def test_a_folder_and_a_number_to_keep_that_are_none_are_refused_before_anything_is_written(
+    tmp_path, folder, options, told
+):
+    (tmp_path / "file").touch()
+
     def case(pipeline):
-        return error_of(lambda: save_checkpoint(tmp_path, pipeline, step=1, keep=keep))
+        return error_of(save_checkpoint, tmp_path / folder, pipeline, step=1, **options)
 
     errors = on_small_pipelines(2, case)
-
     assert [type(error) for error in errors] == [NotSaved] * 2
-    assert re.match(r"keep: .*; expected a number of checkpoints, or 0 for all", str(errors[0]))
-    assert names(tmp_path) == []
+    assert re.search(told, str(errors[0]))
+    assert names(tmp_path) == ["file"]
 
 
 def test_an_old_one_that_cannot_be_removed_is_warned_of_once_and_ends_nothing(tmp_path, monkeypatch, on_one_rank):
@@ -289,17 +301,6 @@ def test_what_was_just_saved_stays_where_there_are_later_steps(tmp_path, on_one_
 
     assert len(warned) == 1
     assert names(tmp_path) == ["step-100", "step-70", "step-80", "step-98", "step-99"]
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-
-    def case(pipeline):
-        return error_of(save_checkpoint, tmp_path / "file" / "in", pipeline, step=1)
-
-    errors = on_small_pipelines(2, case)
-    assert [type(error) for error in errors] == [NotSaved] * 2
-    assert f"{tmp_path}/file/in: cannot be written: Not a directory" in str(errors[0])
 
 
 def die_before_announcing(rank, folder):

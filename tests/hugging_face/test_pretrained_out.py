@@ -154,15 +154,17 @@ def test_configs_are_the_models_with_the_type_of_the_weights_and_the_model_given
     assert llama.empty.config.to_dict() == before
 
 
-def test_tokenizer_files_of_the_source_are_copied_and_no_others(tmp_path, llama):
+def test_tokenizer_files_alone_are_copied_and_what_transformers_does_not_save_is_left_out(tmp_path, llama):
     kept = {"tokenizer.json": "{1}", "tokenizer_config.json": "{2}", "tokenizer.model": "m", "chat_template.jinja": "c"}
     for name, text in {**kept, "README.md": "of another model", "training_args.bin": "pickle"}.items():
         (tmp_path / "from" / name).write_text(text)
+    llama.empty._keys_to_ignore_on_save = {"model.norm.weight"}
 
     on_ranks(2, go_round, llama, tmp_path / "to")
 
     assert set(names(tmp_path / "to")) == {"model.safetensors", *CONFIG_FILES, *kept}
     assert {name: (tmp_path / "to" / name).read_text() for name in kept} == kept
+    assert all_tensors(tmp_path / "to").keys() == llama.state.keys() - {"model.norm.weight"}
 
 
 @pytest.mark.parametrize(
@@ -276,14 +278,6 @@ def test_both_names_of_a_tied_weight_are_one_if_they_are_equal(tmp_path):
         convert_weights(tmp_path / "own.safetensors", tmp_path / "to", saved.empty, tmp_path / "from")
 
 
-def test_what_transformers_does_not_save_is_left_out(tmp_path, llama):
-    llama.empty._keys_to_ignore_on_save = {"model.norm.weight"}
-
-    on_ranks(2, go_round, llama, tmp_path / "to")
-
-    assert all_tensors(tmp_path / "to").keys() == llama.state.keys() - {"model.norm.weight"}
-
-
 def refused(path, folder, saved):
     folder.mkdir()
     with pytest.raises(CheckpointError) as caught:
@@ -318,8 +312,11 @@ def test_a_file_that_is_none_of_the_model_is_not_converted(tmp_path, llama, name
     assert told in refused(tmp_path / "own.safetensors", tmp_path / "to", llama)
 
 
-def test_an_index_that_lists_what_no_file_has_is_refused(tmp_path, llama, small_files):
+def test_an_index_that_lists_what_no_file_has_and_a_quantized_config_are_refused(tmp_path, llama, small_files):
     on_ranks(2, save_own, llama, tmp_path / "own")
+    llama.empty.config.quantization_config = {"quant_method": "fp8"}
+    assert "has a quantization_config, but its weights" in refused(tmp_path / "own", tmp_path / "other", llama)
+    del llama.empty.config.quantization_config
     index = json.loads((tmp_path / "own" / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
     listed = index["weight_map"]["model.norm.weight"]
@@ -327,10 +324,3 @@ def test_an_index_that_lists_what_no_file_has_is_refused(tmp_path, llama, small_
     (tmp_path / "own" / INDEX).write_text(json.dumps(index))
 
     assert "has no 'model.norm.weight', which its index lists" in refused(tmp_path / "own", tmp_path / "to", llama)
-
-
-def test_a_config_of_quantized_weights_is_refused(tmp_path, llama):
-    on_ranks(1, save_own, llama, tmp_path / "own")
-    llama.empty.config.quantization_config = {"quant_method": "fp8"}
-
-    assert "has a quantization_config, but its weights" in refused(tmp_path / "own", tmp_path / "to", llama)

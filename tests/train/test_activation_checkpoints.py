@@ -9,9 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import ConfigError
 from penstock.models import cross_entropy_loss
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
-from tests.support.local_pipelines import on_ranks
 from tests.support.reference import reference_step
-from tests.train.local_ranks import random_batch, small_layers, small_pipeline
+from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers
 
 
 def test_a_word_is_for_all_stages_and_a_list_for_each():
@@ -67,12 +66,9 @@ def test_full_runs_forwards_twice_and_selective_only_what_is_cheap():
         assert all(map(torch.equal, other_gradients, gradients))
 
 
-def gradients_of(transport, schedule, kinds):
-    layers = small_layers()
-    pipeline = small_pipeline(transport, with_checkpointing(layers, kinds), schedule=schedule)
+def gradients_of(pipeline):
     tokens, target = random_batch(0)
     pipeline.step(tokens, target=target)
-    pipeline.close()
     return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
 
 
@@ -82,7 +78,7 @@ def gradients_of(transport, schedule, kinds):
 )
 def test_checkpointing_changes_no_bit_of_the_gradients_under_a_schedule(schedule):
     none, mixed = (
-        on_ranks(2, gradients_of, schedule, kinds)
+        on_small_pipelines(2, gradients_of, with_checkpointing(small_layers(), kinds), schedule=schedule)
         for kinds in (["none"] * 7, ["none", "full", "full", "selective", "selective", "none", "full"])
     )
 

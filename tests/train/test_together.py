@@ -21,22 +21,16 @@ def failure(transport, failing_ranks, kind=ConfigError):
     return error_of(Control(transport).together, make, same_words)
 
 
-@pytest.mark.parametrize("failing_ranks", [[0], [1]])
-def test_every_rank_fails_with_the_words_of_the_one_that_did(failing_ranks):
-    errors = on_ranks(2, failure, failing_ranks)
+@pytest.mark.parametrize(
+    ("failing_ranks", "words"),
+    [([0], ["rank 0", "rank 0"]), ([1], ["rank 1", "rank 1"]), ([1, 2], ["rank 1", "rank 1", "rank 2"])],
+)
+def test_every_rank_fails_with_the_words_of_the_first_that_did_or_with_its_own(failing_ranks, words):
+    errors = on_ranks(len(words), failure, failing_ranks)
 
-    assert {str(error) for error in errors} == {f"a.key: rank {failing_ranks[0]} cannot"}
-    assert [type(error) for error in errors] == [
-        ConfigError if rank in failing_ranks else PenstockError for rank in (0, 1)
-    ]
-
-
-def test_each_of_several_that_fail_keeps_its_own_error():
-    assert [str(error) for error in on_ranks(3, failure, [1, 2])] == [
-        "a.key: rank 1 cannot",
-        "a.key: rank 1 cannot",
-        "a.key: rank 2 cannot",
-    ]
+    assert [str(error) for error in errors] == [f"a.key: {name} cannot" for name in words]
+    kinds = [ConfigError if rank in failing_ranks else PenstockError for rank in range(len(words))]
+    assert [type(error) for error in errors] == kinds
 
 
 def test_a_bug_is_told_by_its_own_rank_and_to_the_others_that_rank_is_lost():
@@ -69,14 +63,10 @@ def test_an_error_of_the_work_is_raised_on_every_rank():
     def work(beat):
         raise ConfigError("no text", key="data.files")
 
-    errors = on_ranks(2, error_of_work, work)
+    errors = on_ranks(2, lambda transport: error_of(work_of_rank_0, transport, work))
 
     assert [type(error) for error in errors] == [ConfigError, PenstockError]
     assert {str(error) for error in errors} == {"data.files: no text"}
-
-
-def error_of_work(transport, work):
-    return error_of(work_of_rank_0, transport, work)
 
 
 def test_work_that_does_not_go_on_ends_every_rank_with_one_message(monkeypatch):
