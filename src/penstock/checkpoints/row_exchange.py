@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.execute.replicas.first_replica import PIECE_BYTES
 from penstock.execute.replicas.rows import Rows
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.protocol import Transport, wait_for_all
 
 
 def exchange_rows(
@@ -54,8 +54,7 @@ def exchange_rows(
         for peer, ticket in receives.items():
             transport.wait(ticket)
             _unpack(buffers[peer], incoming[peer])
-        for ticket in sends:
-            transport.wait(ticket)
+        wait_for_all(transport, sends)
 
 
 def _rows(full_tensor: Tensor, replica: int, num_replicas: int) -> Tensor:

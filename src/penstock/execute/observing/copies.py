@@ -18,7 +18,7 @@ from penstock.execute.parameters.gradient_store import dense_gradient
 from penstock.execute.parameters.tied import TiedCopy
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.step import Step
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.protocol import Transport, wait_for_all
 from penstock.execute.transport.rank_names import rank_names
 from penstock.execute.values.tensors import local_part
 
@@ -64,8 +64,7 @@ def require_equal_copies(transport: Transport, copies: Mapping[int, TiedCopy], g
             for name, parameter in copy.parameters.items():
                 local_copy = _compared_tensor(parameter, gradient)
                 _require_equal(transport, copy.ranks[0], local_copy, f"{description} {name!r}")
-    for ticket in sends:
-        transport.wait(ticket)
+    wait_for_all(transport, sends)
 
 
 def _compared_tensor(parameter: nn.Parameter, gradient: str) -> Tensor:

@@ -11,12 +11,12 @@ parameter that no holder has used gets no gradient, as in one process, where wei
 uses all give sparse gradients gets a sparse one, as `torch.optim.SparseAdam` wants it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.execute.transport.protocol import Messages, Ticket
+from penstock.execute.transport.protocol import Messages, Ticket, wait_for_all
 from penstock.execute.values.tensors import in_pieces
 
 _ABSENT = -2
@@ -92,8 +92,7 @@ def _exchange(transport: Messages, ranks: Sequence[int], parts: Sequence[Sequenc
     local_parts = parts[ranks.index(transport.rank)]
     sends = [transport.post_send(peer, tensor) for peer, _ in peer_parts for tensor in local_parts]
     receives = [transport.post_receive(peer, tensor) for peer, tensors in peer_parts for tensor in tensors]
-    for ticket in (*receives, *sends):
-        transport.wait(ticket)
+    wait_for_all(transport, [*receives, *sends])
 
 
 def _sum_of_sparse(
@@ -138,17 +137,17 @@ def _sums_of_dense(
         # sum in the place of one gradient would change the other one.
         sums = [likes[index].new_empty(likes[index].shape) for index in group]
         if position > 0:
-            _wait(transport, [transport.post_receive(ranks[position - 1], total) for total in sums])
+            wait_for_all(transport, [transport.post_receive(ranks[position - 1], total) for total in sums])
             for index, total in zip(group, sums, strict=True):
                 _add(total, gradients[index])
         if transport.rank == last_rank:
-            _wait(transport, [transport.post_send(peer, total) for peer in ranks[:-1] for total in sums])
+            wait_for_all(transport, [transport.post_send(peer, total) for peer in ranks[:-1] for total in sums])
         else:
             if position > 0:
-                _wait(transport, [transport.post_send(ranks[position + 1], total) for total in sums])
-            _wait(transport, [transport.post_receive(last_rank, total) for total in sums])
+                wait_for_all(transport, [transport.post_send(ranks[position + 1], total) for total in sums])
+            wait_for_all(transport, [transport.post_receive(last_rank, total) for total in sums])
         # A transport holds a sent tensor until its send was waited for.
-        _wait(transport, first_sends[: len(group)])
+        wait_for_all(transport, first_sends[: len(group)])
         del first_sends[: len(group)]
         for index, total in zip(group, sums, strict=True):
             gradients[index] = None
@@ -161,8 +160,3 @@ def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 def _add(total: Tensor, gradient: Tensor | None) -> None:
     torch.add(total, 0 if gradient is None else dense(gradient), out=total)  # -0.0 + 0 is 0, as with zeros
-
-
-def _wait(transport: Messages, tickets: Iterable[Ticket]) -> None:
-    for ticket in tickets:
-        transport.wait(ticket)

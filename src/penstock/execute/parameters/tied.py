@@ -15,7 +15,7 @@ from penstock.execute.control.copy_digests import CopyDigest
 from penstock.execute.parameters.gradient_store import StoredGradients
 from penstock.execute.parameters.gradient_sums import sum_over
 from penstock.execute.replicas.first_replica import SavedBuffers
-from penstock.execute.transport.protocol import Messages
+from penstock.execute.transport.protocol import Messages, wait_for_all
 from penstock.execute.transport.rank_names import RankNames
 from penstock.execute.undocumented import has_hooks
 from penstock.execute.values.tensors import local_part
@@ -82,8 +82,7 @@ class TiedCopy:
         owner = self.ranks[0]
         values = [local_part(tensor.detach()) for tensor in tensors]
         if transport.rank == owner:
-            for ticket in [transport.post_send(peer, value) for peer in self.ranks[1:] for value in values]:
-                transport.wait(ticket)
+            wait_for_all(transport, [transport.post_send(peer, value) for peer in self.ranks[1:] for value in values])
             return
         for value in values:
             received = torch.empty_like(value, memory_format=torch.contiguous_format)

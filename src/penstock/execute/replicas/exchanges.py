@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.execute.transport.device_queue import held_up_of
 from penstock.execute.transport.local import LocalTransport
 from penstock.execute.transport.places import Places
-from penstock.execute.transport.protocol import Ticket, Transport
+from penstock.execute.transport.protocol import Ticket, Transport, wait_for_all
 from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.undocumented_backends import Backend, gather_into, sum_in_place, sum_into
 
@@ -184,12 +184,8 @@ class _Exchange:
 
     def complete(self) -> None:
         """Wait until the exchange is over. Raises: PeerLost, DeadlineExceeded."""
-        self._wait(self._tickets)
+        wait_for_all(self._transport, self._tickets)
         self._use_results()
-
-    def _wait(self, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            self._transport.wait(ticket)
 
 
 class _Gather(_Exchange):
@@ -215,9 +211,9 @@ class _Gather(_Exchange):
     def complete(self) -> None:
         for parts_of_replicas, part in zip(self._gathered_parts, self._parts, strict=True):
             parts_of_replicas[self._transport.rank].copy_(part)
-        self._wait(self._receives)
+        wait_for_all(self._transport, self._receives)
         self._use_results()
-        self._wait(self._sends)
+        wait_for_all(self._transport, self._sends)
 
 
 class _ScatteredSum(_Exchange):
@@ -256,7 +252,7 @@ class _ScatteredSum(_Exchange):
         Raises:
             PeerLost, DeadlineExceeded: a term does not come.
         """
-        self._wait(self._receives[index])
+        wait_for_all(self._transport, self._receives[index])
         replica, peer_terms = self._transport.rank, self._peer_terms[index]
         total = self._parts[index][replica]
         if replica > 0:  # the terms of replicas before this one come first; the memory of the first term has their sum
@@ -267,7 +263,7 @@ class _ScatteredSum(_Exchange):
             total.add_(term)
         self._peer_terms[index] = []
         # Later receives write to the memory that was sent, so it must have left.
-        self._wait(self._sends[index])
+        wait_for_all(self._transport, self._sends[index])
 
 
 class _Sum(_ScatteredSum):
@@ -291,5 +287,5 @@ class _Sum(_ScatteredSum):
 
     def complete(self) -> None:
         self.add_up()
-        self._wait([*self._sum_receives, *self._sum_sends])
+        wait_for_all(self._transport, [*self._sum_receives, *self._sum_sends])
         self._use_results()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.execute.transport.protocol import Ticket, Transport
+from penstock.execute.transport.protocol import Ticket, Transport, wait_for_all
 from penstock.execute.values.tensors import in_pieces, local_part
 
 PIECE_BYTES = 2**24
@@ -37,8 +37,7 @@ class Share:
 
     def wait(self) -> None:
         """Return when this rank has what the first replica has. Raises: PeerLost, DeadlineExceeded."""
-        for ticket in self._tickets:
-            self._transport.wait(ticket)
+        wait_for_all(self._transport, self._tickets)
         if self._transport.rank > 0:
             with torch.no_grad():
                 for tensor, place in self._places():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.execute.control.collectives import Control
 from penstock.execute.replicas.rows import Rows
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.protocol import Transport, wait_for_all
 from penstock.execute.values.tensors import is_dtensor, is_replicated, local_part, stored
 
 
@@ -84,11 +84,9 @@ def _own_rows(data: Transport | None, shard: Tensor, tensor: Tensor | None) -> T
         rows.share_out(tensor.detach().to(like), parts)
     if data is not None and parts.numel():
         if replica == 0:
-            tickets = [data.post_send(peer, parts[peer]) for peer in range(1, num_replicas)]
+            wait_for_all(data, [data.post_send(peer, parts[peer]) for peer in range(1, num_replicas)])
         else:
-            tickets = [data.post_receive(0, parts[0])]
-        for ticket in tickets:
-            data.wait(ticket)
+            data.wait(data.post_receive(0, parts[0]))
     return rows.own_in(parts[0], replica)
 
 

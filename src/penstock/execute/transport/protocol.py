@@ -8,6 +8,7 @@ After an error (`PeerLost`, `DeadlineExceeded`) only `abort`, `recover` and `clo
 gets one calls `abort`, so that the ranks that wait for it fail too, then theirs, until no rank waits any more.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeGuard
@@ -117,6 +118,12 @@ class Transport(Messages, Protocol):
     def close(self) -> None:
         """Release everything; calling it twice does no harm."""
         ...
+
+
+def wait_for_all(transport: Messages, tickets: Iterable[Ticket]) -> None:
+    """Wait for some messages, one after another. Raises: PeerLost, DeadlineExceeded."""
+    for ticket in tickets:
+        transport.wait(ticket)
 
 
 _MEMBERS = [name for kind in (Messages, Transport) for name in (*kind.__annotations__, *vars(kind)) if name[0] != "_"]
