@@ -7,11 +7,11 @@ delays no message that could leave before it. An action that needs a later micro
 is copied to a device is on its way from the pull on; only the first use itself waits for it.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 
 from penstock.execute.stages.stage import Stage
-from penstock.execute.step import Bound, Step
+from penstock.execute.step import Bound
 from penstock.ir.operations import RUNS_FORWARD
 from penstock.ir.program import Program
 
@@ -28,32 +28,20 @@ def with_data_calls(bounds: Sequence[Bound], needs: Mapping[int, int]) -> list[B
     """Return a rank's calls with those for its data; `needs` gives, per row that takes data, its microbatch."""
     first_uses, last_uses = _uses(bounds, needs)
     pulls = _pulls(bounds, first_uses)
-    arrivals = {position: microbatch for microbatch, position in first_uses.items()}
-    releases = {position: microbatch for microbatch, position in last_uses.items()}
+    arrivals = {position: [microbatch] for microbatch, position in first_uses.items()}
+    releases = {position: [microbatch] for microbatch, position in last_uses.items()}
     all_bounds: list[Bound] = []
     for position, bound in enumerate(bounds):
-        all_bounds += [Bound(bound.row, partial(_pull, microbatch)) for microbatch in pulls.get(position, ())]
-        if position in arrivals:
-            all_bounds.append(Bound(bound.row, partial(_arrive, arrivals[position])))
+        all_bounds += [_bound(bound.row, methodcaller("pull", index)) for index in pulls.get(position, ())]
+        all_bounds += [_bound(bound.row, methodcaller("arrive", index)) for index in arrivals.get(position, ())]
         all_bounds.append(bound)
-        if position in releases:
-            all_bounds.append(Bound(bound.row, partial(_release, releases[position])))
+        all_bounds += [_bound(bound.row, methodcaller("release", index)) for index in releases.get(position, ())]
     return all_bounds
 
 
-def _pull(microbatch: int, step: Step) -> None:
-    assert step.prefetcher is not None
-    step.prefetcher.pull(microbatch)
-
-
-def _arrive(microbatch: int, step: Step) -> None:
-    assert step.prefetcher is not None
-    step.prefetcher.arrive(microbatch)
-
-
-def _release(microbatch: int, step: Step) -> None:
-    assert step.prefetcher is not None
-    step.prefetcher.release(microbatch)
+def _bound(row: int, act: Callable[..., None]) -> Bound:
+    """Return a call of a row in which the prefetcher of the step acts."""
+    return Bound(row, lambda step: act(step.prefetcher))
 
 
 def _uses(bounds: Sequence[Bound], needs: Mapping[int, int]) -> tuple[dict[int, int], dict[int, int]]:
