@@ -30,7 +30,6 @@ from penstock.checkpoints.content import (
     gather_content,
     owned_names,
 )
-from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.checkpoints.manifest import TensorEntry
 from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
 from penstock.checkpoints.staging import Staging, stage
@@ -138,7 +137,9 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
         staged = stage(Staging(), pipeline, content, names_by_rank)[WEIGHTS]
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: staged[name] if name in staged else _copy(content.weights[name]) for name in names}
+        # What is not staged is copied, since the library refuses tensors that share memory.
+        copies = {name: content.weights[name].local.to("cpu", copy=True) for name in names if name not in staged}
+        return {name: staged[name] if name in staged else copies[name].contiguous() for name in names}
 
     def write() -> None:
         for shard in local_shards:
@@ -262,11 +263,6 @@ def _entries(unit: ConversionUnit, file: str) -> dict[str, TensorEntry]:
 def _num_bytes(unit: ConversionUnit) -> int:
     """Return the bytes of a unit's tensors in files."""
     return sum(entry.num_bytes for entry in _entries(unit, WHOLE).values())
-
-
-def _copy(tensor: LocalTensor) -> Tensor:
-    """Return a contiguous copy on the CPU: the library refuses tensors that share memory."""
-    return tensor.local.to("cpu", copy=True).contiguous()
 
 
 def _publish(files: _Files) -> None:

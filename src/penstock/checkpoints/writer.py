@@ -52,6 +52,7 @@ from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.verification import verify
 from penstock.checkpoints.weight_files import INDEX, index_bytes
 from penstock.errors import CheckpointError, NotSaved, PipelineError, described, warn
+from penstock.execute.arguments import is_whole_number
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.long_work import run_in_thread, wait_together
 from penstock.execute.transport.calls import collective
@@ -108,10 +109,9 @@ class CheckpointWriter:
         control, extra_values = self.control, dict(extra or {})
 
         def check_and_describe() -> tuple[int, str, dict[str, Any]]:
-            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            if not is_whole_number(step, 0):
                 raise NotSaved(f"step: {described(step)}; expected a whole number, at least 0")
-            keep = self._keep["keep_last"]
-            if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+            if not is_whole_number(keep := self._keep["keep_last"], 0):
                 raise NotSaved(f"keep: {described(keep)}; expected a number of checkpoints, or 0 for all")
             return step, _json_of(extra_values), random_state(self._pipeline.device)
 
@@ -127,7 +127,8 @@ class CheckpointWriter:
         def begin_on_rank_0() -> str:
             random = [state for *_, state in facts]
             manifests.append(self._manifest(descriptions, names_by_rank, step=step, extra=extra_values, random=random))
-            return self._begin(step)
+            with naming_file(self.folder.path):
+                return str(self.folder.begin(step))
 
         # Rank 0 makes a folder under a temporary name, and each rank writes its files there.
         partial = Path(control.on_rank_0(begin_on_rank_0, _AS_NOT_SAVED))
@@ -168,11 +169,6 @@ class CheckpointWriter:
         return self._pipeline.control
 
     # ---- one save
-
-    def _begin(self, step: int) -> str:
-        """Make the folder of a save, and return its path."""
-        with naming_file(self.folder.path):
-            return str(self.folder.begin(step))
 
     def _advance(self, save: "_Save") -> None:
         """Gather how far all ranks are, and announce the checkpoint when all have written their files.

@@ -136,8 +136,12 @@ def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mes
     try:
         if mesh is not None:
             places, process_group = connect_mesh(mesh, options.deadline_s, device=options.device)
+        elif options.transport is not None:
+            places = Places.of(options.transport)
+        elif is_alone:
+            places = Places.of(LocalTransport.create(1, options.deadline_s)[0])
         else:
-            places = Places.of(options.transport or _transport(process_group, options, is_alone=is_alone))
+            places = Places.of(default_transport(process_group, options.deadline_s, device=options.device))
     except (PeerLost, DeadlineExceeded) as error:
         # A rank that was given a wrong group has waited in the default group, while the other ranks met elsewhere.
         if refusal is not None:
@@ -165,12 +169,6 @@ def _require_mesh_alone(group: dist.ProcessGroup | None, options: PipelineOption
             f"along {DATA!r}",
             key=MESH,
         )
-
-
-def _transport(group: dist.ProcessGroup | None, options: PipelineOptions, *, is_alone: bool) -> Transport:
-    if is_alone:
-        return LocalTransport.create(1, options.deadline_s)[0]
-    return default_transport(group, options.deadline_s, device=options.device)
 
 
 def _wrong_number(ranks: int | None, num_ranks: int) -> ConfigError | None:

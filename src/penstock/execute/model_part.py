@@ -204,15 +204,13 @@ class ModelPart:
         """Refuse arguments that are wrong, or not the same, on any rank, on all of them at once."""
 
         def check() -> SetupReport:
+            num_ranks = self.transport.num_ranks
             for key, value in arguments.items():
-                if key in ("on_rank", "from_rank") and value is not None:
-                    self._require_rank(key, value)
+                is_rank = value is None or (isinstance(value, int) and 0 <= value < num_ranks)
+                if key in ("on_rank", "from_rank") and not is_rank:
+                    raise ConfigError(f"{value!r}; expected a rank from 0 to {num_ranks - 1}", key=key)
                 if key in ("max_norm", "norm_type") and not (isinstance(value, int | float) and value > 0):
                     raise ConfigError(f"{value!r}; expected a number larger than 0, or infinity", key=key)
             return {key: str(value) for key, value in arguments.items()}
 
         require_equal(self.control.together(check), self.control.names)
-
-    def _require_rank(self, key: str, rank: int) -> None:
-        if not (isinstance(rank, int) and 0 <= rank < self.transport.num_ranks):
-            raise ConfigError(f"{rank!r}; expected a rank from 0 to {self.transport.num_ranks - 1}", key=key)

@@ -130,7 +130,8 @@ class PipelineOptions:
         """
         # Connections, device and compiler.
         require("deadline_s", self.deadline_s, is_time(self.deadline_s), TIME_RULE)
-        require("transport", self.transport, _is_transport(self.transport), "a penstock Transport, or None")
+        has_transport = self.transport is None or is_transport(self.transport)
+        require("transport", self.transport, has_transport, "a penstock Transport, or None")
         require_device(self.device)
         is_name = isinstance(self.compile, bool | str)
         require("compile", self.compile, is_name, "True, False or the name of a backend of torch.compile")
@@ -217,10 +218,6 @@ def _are_pairs(value: object) -> bool:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(name, str) for name in value)
-
-
-def _is_transport(value: object) -> bool:
-    return value is None or is_transport(value)
 
 
 ARGUMENTS = ("schedule", "microbatches", "loss", "stages_per_rank", "split", "process_group", "ranks", "mesh")

@@ -1,7 +1,6 @@
 """The loop: runs the bound calls of one rank on one step (part 5 of a step)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -38,18 +37,11 @@ def run_step(compiled: CompiledProgram, step: Step, note: Note, bounds: Sequence
 
 def _require_empty(compiled: CompiledProgram, step: Step) -> None:
     """Refuse values that nobody has used."""
-    left = list(_leftovers(compiled, step))
-    if left:
+    values = list(map(compiled.keys.name, step.values))  # each is named by the instruction that left it there
+    values += [f"what slices of microbatch {index} carried on stage {stage}" for stage, index in step.carried]
+    if values:
         raise PipelineError(
-            f"rank {compiled.rank}: {len(left)} values stay alive behind the step: "
-            f"{', '.join(islice(left, MAX_SHOWN))}; the program does not free what it makes. Check it with "
-            "penstock.check",
+            f"rank {compiled.rank}: {len(values)} values stay alive behind the step: "
+            f"{', '.join(values[:MAX_SHOWN])}; the program does not free what it makes. Check it with penstock.check",
             rank=compiled.rank,
         )
-
-
-def _leftovers(compiled: CompiledProgram, step: Step) -> Iterator[str]:
-    """Name what is held after all rows have run, each by the instruction that left it there."""
-    yield from map(compiled.keys.name, step.values)
-    for stage, microbatch in step.carried:
-        yield f"what slices of microbatch {microbatch} carried on stage {stage}"

@@ -98,16 +98,12 @@ class FailureReporter:
 
     def _require_all_here(self) -> None:
         """Refuse to wait for ranks that have closed the pipeline since the failure. Raises: PeerLost."""
-        departures = self._departures()
+        names, board = self.board.names, self.board
+        ways = {number: departure_of(board, number) for number in names.numbers if number != board.rank}
+        departures = {number: f"{names.of_number(number)} has {way}" for number, way in ways.items() if way}
         if departures:
             number = min(departures)
             raise PeerLost(f"{', '.join(departures.values())}; make a new one on all ranks", rank=number, peer=number)
-
-    def _departures(self) -> dict[int, str]:
-        """Return how the other ranks that have left in good order did so, by their numbers."""
-        names, board = self.board.names, self.board
-        ways = {number: departure_of(board, number) for number in names.numbers if number != board.rank}
-        return {number: f"{names.of_number(number)} has {way}" for number, way in ways.items() if way}
 
     def end(self) -> None:
         """Note that a step is over. Raises: PeerLost, DeadlineExceeded, where it has ended without its messages."""

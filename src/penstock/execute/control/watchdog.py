@@ -23,9 +23,6 @@ LONGEST_PAUSE_S = 1.0
 LONGEST_STOP_S = 0.5
 
 
-def _do_nothing() -> None: ...
-
-
 class Watchdog:
     """Watches the rank on whose thread `start` was called."""
 
@@ -34,7 +31,7 @@ class Watchdog:
         board: PositionBoard,
         deadline_s: float,
         *,
-        unblock: Callable[[], None] = _do_nothing,
+        unblock: Callable[[], object] = bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._board = board

@@ -61,20 +61,15 @@ class SharedScaler:
             gradients = list(map(local_part, gradients))
         overflows = not all(self._control.all_gather_object(_are_finite(gradients)))
         if not gradients:
-            self._check_stand_in(overflows)
+            # The scaler checks a gradient in place of this rank's own, of which there is none: otherwise torch refuses
+            # `update()` on this rank, and its scale stays behind those of the other ranks. `unscale_` raises if the
+            # stand-in was checked since the last update(), as where several steps are accumulated.
+            with suppress(RuntimeError):
+                self._scaler.unscale_(self._stand_ins[overflows])
         elif overflows:
             with torch.no_grad():
                 for gradient in gradients:
                     gradient.mul_(math.nan)
-
-    def _check_stand_in(self, overflows: bool) -> None:
-        """Let the scaler check a gradient in place of this rank's own, of which there is none.
-
-        Otherwise torch refuses `update()` on this rank, and its scale stays behind those of the other ranks.
-        """
-        # unscale_ raises if the stand-in was checked since the last update(), as where several steps are accumulated.
-        with suppress(RuntimeError):
-            self._scaler.unscale_(self._stand_ins[overflows])
 
 
 def _stand_in(gradient: float, device: torch.device) -> Optimizer:

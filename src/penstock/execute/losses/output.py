@@ -84,7 +84,9 @@ def read_loss(value: object, microbatch: int, count: float | None = None) -> Los
     """
     if isinstance(value, Tensor):
         return LossParts(scalar_loss(value, microbatch))
-    output: LossOutput = value if isinstance(value, LossOutput) else _as_output(value)
+    output: Any = value
+    if not isinstance(output, LossOutput):
+        output = LossOutput(*output) if isinstance(output, tuple) and len(output) == 2 else LossOutput(output)
     divisor = None if output.weight is None else _checked_weight(output.weight, microbatch, count)
     reported = detached(output.reported)
     if not isinstance(output.loss, Mapping):
@@ -113,11 +115,6 @@ def scalar_loss(loss: object, microbatch: int, name: str | None = None) -> Tenso
         "expected a floating-point tensor without dimensions, or of shape [1]. Reduce it with .mean() or .sum(). A "
         "dict of named losses, a pair (sum, weight) and a penstock.LossOutput are taken, too"
     )
-
-
-def _as_output(value: Any) -> LossOutput:
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    return LossOutput(*value) if is_pair else LossOutput(value)
 
 
 def _checked_weight(weight: object, microbatch: int, count: float | None) -> float:

@@ -8,12 +8,11 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from penstock.execute.parameters.gradient_store import WeightEntry
 from penstock.execute.split.own_weight_gradients import Closure, OwnEntry, OwnWeightGradients
@@ -38,14 +37,9 @@ def held_by(entry: WeightEntry) -> Reached:
     """Return what is held for one of the entries of a W once I has run."""
     if isinstance(entry, OwnEntry):
         return reached_by(entry.run)
-    return Reached([*entry.held_tensors, *saved_behind(entry.roots)], [*entry.parameters])
-
-
-def saved_behind(roots: Sequence[GradientEdge]) -> list[Tensor]:
-    """Return the tensors, parameters left out, that the nodes from some edges to the leaves have saved."""
-    nodes = [node for node in nodes_behind([root.node for root in roots], set()) if kind_of(node) != LEAF]
-    tensors = chain.from_iterable(map(saved_tensors, nodes))
-    return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+    nodes = [node for node in nodes_behind([root.node for root in entry.roots], set()) if kind_of(node) != LEAF]
+    saved = [tensor for node in nodes for tensor in saved_tensors(node) if not isinstance(tensor, nn.Parameter)]
+    return Reached([*entry.held_tensors, *saved], [*entry.parameters])
 
 
 def nodes_behind(nodes: Iterable[Node | None], visited_nodes: set[Node]) -> Iterator[Node]:

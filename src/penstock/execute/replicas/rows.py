@@ -91,9 +91,7 @@ class Rows:
             return memory[0]
         row = [self.shape[dim] for dim in self.order[1:]] if self.order else self.shape[1:]
         stored_rows = memory[: num_rows * self.row_elements].view(num_rows, *row)
-        return stored_rows.permute(_inverse(self.order, len(self.shape)))
-
-
-def _inverse(order: Order, num_dims: int) -> tuple[int, ...]:
-    """Return the order of dimensions that undoes this one."""
-    return tuple(sorted(range(num_dims), key=lambda dim: order[dim] if order else dim))
+        if not self.order:
+            return stored_rows
+        # The order of dimensions that undoes `self.order`.
+        return stored_rows.permute(sorted(range(len(self.order)), key=lambda dim: self.order[dim]))

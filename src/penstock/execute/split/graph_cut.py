@@ -114,7 +114,9 @@ class BackwardGraph:
         return {
             node
             for node in weight_ancestors
-            if node.op not in ("placeholder", "get_attr") and not _is_item_of(node, input_ancestors)
+            if node.op not in ("placeholder", "get_attr")
+            # A node that takes one of several results of an early one is early too.
+            if not (node.target is operator.getitem and node.args[0] in input_ancestors)
         }
 
     def _extras(self, weight_nodes: set[_Node], results: Sequence[_Node | None]) -> list[_Node]:
@@ -157,11 +159,6 @@ class BackwardGraph:
         module = fx.GraphModule(self._module, graph)
         module.meta = dict(self._module.meta)
         return Half(module, input_places, outputs, [node.meta["val"] for node in placeholders])
-
-
-def _is_item_of(node: _Node, input_ancestors: set[_Node]) -> bool:
-    """Whether a node takes one of several results of an early one, and so is early too."""
-    return node.target is operator.getitem and node.args[0] in input_ancestors
 
 
 def _takes_time(nodes: Iterable[_Node]) -> bool:

@@ -168,19 +168,15 @@ def num_multiplications(nodes: Sequence[Node]) -> float:
         if is_function(node) or kind in _PRODUCTS:
             return math.inf
         if kind != LEAF and kind not in VIEWS:
-            multiplications += _MULTIPLICATIONS_PER_ELEMENT * _num_elements(node)
+            # The largest gradient that comes to the node or from it counts.
+            num_elements = max(metadata_at(edge).shape.numel() for edge in (GradientEdge(node, 0), *_edges(node)))
+            multiplications += _MULTIPLICATIONS_PER_ELEMENT * num_elements
     return multiplications
 
 
 def _keeps_shape(node: Node) -> bool:
     """Whether the output has the shape of an input that needs a gradient: with data it would have a batch's."""
     return metadata_at(GradientEdge(node, 0)).shape in [metadata_at(edge).shape for edge in _edges(node)]
-
-
-def _num_elements(node: Node) -> int:
-    """Return the number of elements of the largest gradient that comes to a node or from it."""
-    edges = [GradientEdge(node, 0), *_edges(node)]
-    return max(metadata_at(edge).shape.numel() for edge in edges)
 
 
 def _edges(node: Node) -> list[GradientEdge]:

@@ -6,7 +6,8 @@ their norm on one rank. Tensors that layers of this rank use too stay as they ar
 pipeline keeps the tensors that were there, and trains this rank's own.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ def free_other_layers(layers: Sequence[Layer], local_layers: Mapping[int, nn.Mod
     `local_layers` are the layers that this rank runs, by their index. Freed parameters get a gradient on the meta
     device too, so that a norm over gradients of both kinds is an error.
     """
-    local_parts = [part for module in local_layers.values() for part in (*module.modules(), *_tensors(module))]
-    local_ids = set(map(id, local_parts))
+    local_parts = [(*layer.modules(), *layer.parameters(), *layer.buffers()) for layer in local_layers.values()]
+    local_ids = set(map(id, chain.from_iterable(local_parts)))
     freed_tensors: dict[int, Tensor] = {}
     for index, layer in enumerate(layers):
         if index in local_layers or not isinstance(layer, nn.Module):
@@ -37,11 +38,6 @@ def free_other_layers(layers: Sequence[Layer], local_layers: Mapping[int, nn.Mod
             # Each part refuses: the model that a layer was cut out of has its submodules, and not the layer.
             part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
             part.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _tensors_of_part(part: nn.Module, local_ids: Collection[int]) -> list[tuple[str, Tensor]]:

@@ -112,7 +112,7 @@ class Recomputation:
         guard = VersionGuard.of((inputs, keywords, target))
         parts = passes.begin_parts(step, place)
         first_inputs = _as_other_leaves(inputs) if passes.options.is_first else inputs
-        with saved_tensors_hooks(_drop, _refuse):
+        with saved_tensors_hooks(lambda tensor: None, _refuse):
             outputs, deferred = passes.run_layers(parts, first_inputs, _as_other_leaves(keywords))
         _refuse_changed(guard)
         passes.finish(step, place, parts, inputs, outputs, deferred)  # refuses what cannot be trained now, not in R
@@ -196,10 +196,6 @@ def _refuse_changed(called_with: VersionGuard) -> None:
             "an input of the stage, or the target, was changed in place, so that its recomputation would begin with "
             "other values. Let the layers and the loss work on a clone(), or take the stage out of the recomputation"
         )
-
-
-def _drop(tensor: Tensor) -> None:
-    return None
 
 
 def _refuse(_: None) -> Tensor:

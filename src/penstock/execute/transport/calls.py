@@ -19,7 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from itertools import chain
@@ -40,10 +40,6 @@ _SEPARATOR = "\t"
 _OF_PIPELINE = " of pipeline "
 _HIDDEN_CLASSES = ("Pipeline.", "ModelPart.")
 """Classes whose methods are named alone, as users write them behind their pipeline."""
-
-
-def _unknown(number: int) -> str:
-    return ""
 
 
 class _Label(NamedTuple):
@@ -78,7 +74,7 @@ class PublicCalls:
     closed_pipeline: int | None = None
     """The number of the pipeline that this rank has closed, and the transport with it, so that no exchange can be made
     any more; None while it is open."""
-    departure_of: Callable[[int], str] = field(default=_unknown)
+    departure_of: Callable[[int], str] = lambda number: ""
     """Says what the rank of a number has done to leave in good order; empty where it has not, or cannot be seen."""
 
     @contextmanager
