@@ -20,8 +20,8 @@ NUMBERS = [0, 1, 4, 5]
 def places_of_all():
     """Two replicas of two ranks."""
     names = RankNames.on_mesh(NUMBERS, [{"pipeline": p, "data": d} for d in range(2) for p in range(2)])
-    pipelines = [LocalTransport.create(2) for _ in range(2)]
-    data = [LocalTransport.create(2) for _ in range(2)]
+    pipelines = [LocalTransport.create(2, names=names.select(indices)) for indices in ([0, 1], [2, 3])]
+    data = [LocalTransport.create(2, names=names.select(indices)) for indices in ([0, 2], [1, 3])]
     return [Places(pipelines[d][p], data[p][d], names) for d in range(2) for p in range(2)]
 
 

@@ -116,7 +116,7 @@ class DeviceQueue:
             self._held_up_since_s = self._read_clock()
         if not self._is_wait_noted and self._observer is not None:
             self._is_wait_noted = True
-            self._observer.note_wait(ticket.peer, receive.row)
+            self._observer.note_wait(self._names.numbers[ticket.peer], receive.row)
         waited_s, deadline_s = self._waited_s(), self._transport.deadline_s
         if waited_s >= deadline_s:
             self.missed_row = receive.row

@@ -86,7 +86,7 @@ class OverLinks:
             if pending.is_over():
                 return  # nothing was waited for, so there is nothing to note
             if self._observer is not None:
-                self._observer.note_wait(ticket.peer)
+                self._observer.note_wait(self.names.numbers[ticket.peer])
             pending.wait(deadline_s)
         except SizesDiffer as error:
             rank_name, peer, number = self.names[self.rank], self.names[ticket.peer], self.names.numbers[self.rank]

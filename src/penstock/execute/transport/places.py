@@ -9,7 +9,7 @@ Lists of all ranks are one replica after another. A rank that aborts does so alo
 one hear of it and abort too, so after two hops all ranks have.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -85,13 +85,9 @@ class Places:
         return of_number if isinstance(numbers, range) else lambda rank: of_number(numbers[rank])
 
     def watch(self, observer: WaitObserver) -> None:
-        """Tell the observer of every wait along any dimension, by the numbers of ranks."""
-        if self.data is None:
-            self.pipeline.watch(observer)
-            return
-        replica_ranks = self.replica_of(self.replica)
-        for transport, indices in ((self.pipeline, replica_ranks), (self.data, self.across)):
-            transport.watch(_ObserverByNumber(observer, self.names.select(indices).numbers))
+        """Tell the observer of every wait along any dimension."""
+        for transport in self.transports:
+            transport.watch(observer)
 
     def abort(self) -> None:
         """Give up every message of every dimension."""
@@ -112,24 +108,3 @@ class Places:
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ObserverByNumber:
-    """Tells an observer of waits for the ranks of one dimension."""
-
-    observer: WaitObserver
-    numbers: Sequence[int]
-
-    @property
-    def row(self) -> int:
-        return self.observer.row
-
-    def note_wait(self, peer: int, row: int | None = None) -> None:
-        self.observer.note_wait(self.numbers[peer], row)
-
-    def note_run(self) -> None:
-        self.observer.note_run()
-
-    def gave_up(self) -> int | None:
-        return self.observer.gave_up()

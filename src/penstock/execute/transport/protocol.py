@@ -40,7 +40,7 @@ class Ticket(NamedTuple):
 
 
 class WaitObserver(Protocol):
-    """Wants to know for whom a rank waits."""
+    """Wants to know for whom a rank waits; peers are told by their numbers."""
 
     @property
     def row(self) -> int:
