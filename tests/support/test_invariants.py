@@ -21,7 +21,7 @@ def test_every_call_of_every_step_is_checked(schedule):
         step_task(pipeline, task)
         pipeline.evaluate(*task.inputs, target=task.target)
         programs = pipeline._runner._programs
-        calls = sum(len(compiled.plain) for compiled in programs._compiled.values())
+        calls = sum(len(compiled.bounds) for compiled in programs._compiled.values())
         return invariants.num_checks, calls + len(programs._compiled)
 
     for num_checks, num_calls in on_ranks(schedule.num_ranks, case):

@@ -143,7 +143,8 @@ class Runner:
                 # 5. Run the forwards, backwards and messages. These contexts end before the losses are exchanged: an
                 # error at their end, such as that of an observer, must fail the step on all ranks too.
                 with evaluation, observed, session.parameters.running(step):
-                    run_step(compiled, step, board.note, compiled.bounds_with(step_observers))
+                    bounds = compiled.bounds_with(step_observers) if step_observers else compiled.bounds
+                    run_step(compiled, step, board.note, bounds)
                     collect_outputs(self._messenger, step, compiled.program, compiled.rank)
                     # The board shows the other ranks that this one is past its last row. They conclude that it has
                     # used every message that they sent to it, and release the memory of these messages.

@@ -30,7 +30,7 @@ def test_what_is_off_costs_nothing():
 
     assert pipeline._runner._observers.of_all_steps == []
     assert pipeline._runner._observers.messages is pipeline.transport
-    assert all(bound is own for bound, own in zip(compiled.bounds, compiled.plain, strict=True))
+    assert all(bound is own for bound, own in zip(compiled.bounds, compiled.bounds_with(()), strict=True))
 
 
 @pytest.mark.parametrize("level", ["value", "", "on"])

@@ -3,7 +3,7 @@
 It does not know which schedule it compiles.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.execute.compile.data import microbatch_of_data_row
@@ -26,21 +26,13 @@ class CompiledProgram:
     rank: int
     rows: range
     passes: Sequence[StagePasses]
-    plain: Sequence[Bound]
-    """The calls, one or more per row, in order."""
-    observers: Sequence[Observer]
-    changes: Sequence[Change]
     bounds: Sequence[Bound]
-    """The calls with observers and changes, as they run in every step."""
+    """The calls, one or more per row, in order, with observers and changes, as they run in every step."""
+    bounds_with: Callable[[Sequence[Observer]], Sequence[Bound]]
+    """Returns the calls for one step, with further observers inside of those of every step."""
     keys: Keys
     data_rows: Mapping[int, int]
     """Per row that takes something of the batch, its microbatch."""
-
-    def bounds_with(self, of_step: Sequence[Observer]) -> Sequence[Bound]:
-        """Return the calls for one step, with further observers inside of those of every step."""
-        if not of_step:
-            return self.bounds
-        return _observed_and_changed(self.program, self.plain, [*of_step, *self.observers], self.changes)
 
 
 def compile_program(
@@ -61,6 +53,13 @@ def compile_program(
         handler = HANDLERS[Op(int(program.op[row]))]
         bounds += [*waits_for_launched(context, row, launch_rows), *handler(context, row)]
     bounds += waits_for_launched(context, rows.stop, launch_rows)
+
+    def bounds_with(of_step: Sequence[Observer]) -> Sequence[Bound]:
+        changed_bounds = observed([*of_step, *observers], program, bounds)
+        for change in changes:  # the first is the innermost
+            changed_bounds = change(changed_bounds)
+        return changed_bounds
+
     # A streamed batch is pulled right before the rows that take data, so these rows are noted.
     stages = {stage: passes.stage for stage, passes in context.passes.items()}
     return CompiledProgram(
@@ -68,20 +67,8 @@ def compile_program(
         rank=context.rank,
         rows=rows,
         passes=list(context.passes.values()),
-        plain=bounds,
-        observers=observers,
-        changes=changes,
-        bounds=_observed_and_changed(program, bounds, observers, changes),
+        bounds=bounds_with(()),
+        bounds_with=bounds_with,
         keys=context.keys,
         data_rows=microbatch_of_data_row(program, rows, stages),
     )
-
-
-def _observed_and_changed(
-    program: Program, bounds: Sequence[Bound], observers: Sequence[Observer], changes: Sequence[Change]
-) -> list[Bound]:
-    """Return the calls with the contexts of the observers, and with the changes made around these."""
-    bounds = observed(observers, program, bounds)
-    for change in changes:  # the first is the innermost
-        bounds = change(bounds)
-    return bounds
