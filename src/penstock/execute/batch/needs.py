@@ -20,13 +20,11 @@ class BatchBinding(Protocol):
     @property
     def parameters(self) -> Collection[str]:
         """The names of its arguments."""
-        ...
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_first: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a batch as the layers take it; `is_first` says whether this rank holds the first stage."""
-        ...
 
 
 def batch_binding(layers: Sequence[Any]) -> BatchBinding | None:

@@ -45,21 +45,17 @@ class WeightEntry(Protocol):
     @property
     def parameters(self) -> Sequence[Tensor]:
         """The parameters that weights are made of, often themselves; none where the entry writes their gradients."""
-        ...
 
     @property
     def roots(self) -> Sequence[GradientEdge]:
         """The edges at which the gradients enter the graph that leads to the parameters."""
-        ...
 
     @property
     def held_tensors(self) -> list[Tensor]:
         """The tensors that the entry holds, without parameters."""
-        ...
 
     def gradients(self) -> Sequence[Tensor | None]:
         """Compute the gradients, one per root, None where none came, and release everything."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -26,15 +26,12 @@ class Auxiliary(Protocol):
 
     def begin(self) -> None:
         """Forget everything, and count what is added until `take`."""
-        ...
 
     def take(self) -> Tensor | None:
         """Return what was added, 0-dim, and forget it; what is added later, by recomputations, does not count."""
-        ...
 
     def end(self) -> None:
         """Forget everything, and be as if nobody had called `begin`."""
-        ...
 
 
 Added = tuple[Mapping[LossName, Tensor], Tensor | None]

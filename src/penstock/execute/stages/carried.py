@@ -31,11 +31,9 @@ class Carrying(Protocol):
 
     def begin_slice(self, before: Any, *, keeps: bool) -> None:
         """Begin a forward after slices that left `before`, None at first; or its recomputation, which keeps nothing."""
-        ...
 
     def end_slice(self) -> Any:
         """End what was begun, even if it failed, and return what is left for later slices; None leaves nothing new."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

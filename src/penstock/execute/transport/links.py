@@ -35,11 +35,9 @@ class Pending(Protocol):
 
     def is_over(self) -> bool:
         """Look, without blocking, whether it has been sent or received; False where that cannot be seen."""
-        ...
 
     def wait(self, deadline_s: float) -> None:
         """Block until it is over. Raises: SizesDiffer, RuntimeError (`LinkClosed`, `MessageLate` and others)."""
-        ...
 
 
 class Link(Protocol):
@@ -47,11 +45,9 @@ class Link(Protocol):
 
     def send(self, tensor: Tensor) -> Pending | None:
         """Send a tensor without blocking; None where it has left. Raises: RuntimeError."""
-        ...
 
     def receive(self, tensor: Tensor) -> Pending:
         """Let the next message fill this tensor, without blocking. Raises: RuntimeError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,19 +45,15 @@ class WaitObserver(Protocol):
     @property
     def row(self) -> int:
         """Index of the rank's current instruction; -1 before the first one of a step."""
-        ...
 
     def note_wait(self, peer: int, row: int | None = None) -> None:
         """A wait for this peer begins, for the instruction of this row; None: for the current one."""
-        ...
 
     def note_run(self) -> None:
         """The wait is over; not called after a wait that failed."""
-        ...
 
     def gave_up(self) -> int | None:
         """Return a peer that has given up the step at hand; None where none has, or none can be seen."""
-        ...
 
 
 class Messages(Protocol):
@@ -72,14 +68,12 @@ class Messages(Protocol):
 
         The transport keeps the tensor alive until then. Raises: PeerLost.
         """
-        ...
 
     def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
         """Let the next message of the channel from `peer` fill this contiguous tensor, without blocking.
 
         The values are there once the ticket has been waited for. Raises: PeerLost.
         """
-        ...
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         """Block until the message has been sent or received; a second wait for the same ticket returns at once.
@@ -87,7 +81,6 @@ class Messages(Protocol):
         `limit_s` takes the place of the deadline where less of it is left, as for the later messages of a collective.
         Raises: PeerLost, DeadlineExceeded (both with rank, peer and waited_s).
         """
-        ...
 
 
 class Transport(Messages, Protocol):
@@ -98,26 +91,21 @@ class Transport(Messages, Protocol):
 
     def waiting(self, limit_s: float) -> AbstractContextManager[None]:
         """Let every wait within last up to `limit_s` where that is longer than the deadline."""
-        ...
 
     def watch(self, observer: WaitObserver) -> None:
         """Tell the observer of every wait from now on."""
-        ...
 
     def abort(self) -> None:
         """Give up every message: pending and later waits of the ranks that wait for this one fail soon."""
-        ...
 
     def recover(self) -> None:
         """Start afresh together with all ranks, all old messages forgotten; every rank of the group must call it.
 
         Raises: DeadlineExceeded if a rank does not come. It may be called again then.
         """
-        ...
 
     def close(self) -> None:
         """Release everything; calling it twice does no harm."""
-        ...
 
 
 def wait_for_all(transport: Messages, tickets: Iterable[Ticket]) -> None:

@@ -70,11 +70,9 @@ class Carrier(Protocol):
 
     def write(self, tensor: Tensor) -> None:
         """Hand a message over without blocking. Raises: BlockingIOError if there is no room."""
-        ...
 
     def write_when_there_is_room(self, tensor: Tensor) -> None:
         """Block until a message is handed over."""
-        ...
 
     def read(self, tensor: Tensor) -> int:
         """Fill a tensor with the next message and return the message's bytes.
@@ -82,7 +80,6 @@ class Carrier(Protocol):
         Without blocking; where the bytes are not the tensor's, its values are of no use. Raises: BlockingIOError if
         the message is not there yet, or not all of it.
         """
-        ...
 
 
 class Packets:
