@@ -15,7 +15,6 @@ from penstock.execute.accelerator import (
     default_generator,
     has_bfloat16,
     has_events,
-    has_queue,
     is_queued,
     make_event,
     make_stream,
@@ -43,7 +42,6 @@ def test_all_devices_but_the_cpu_queue_their_work():
     kinds = ["cpu", "meta", "cuda", "xpu", "mps", "hpu", "privateuseone"]
 
     assert [kind for kind in kinds if is_queued(torch.device(kind))] == kinds[2:]
-    assert not has_queue(torch.zeros(1))
 
 
 def test_the_cpu_is_always_there_and_another_device_only_where_torch_is_built_for_it():

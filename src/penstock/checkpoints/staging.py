@@ -17,7 +17,7 @@ from penstock.checkpoints.content import Content
 from penstock.checkpoints.local_tensors import LocalTensor
 from penstock.checkpoints.row_exchange import exchange_rows
 from penstock.errors import NotSaved
-from penstock.execute.accelerator import has_queue, synchronize
+from penstock.execute.accelerator import is_queued, synchronize
 from penstock.pipeline import Pipeline
 
 Staged = dict[str, dict[str, Tensor]]
@@ -45,10 +45,10 @@ class Staging:
             if layouts.get(key) == (tuple(buffer.shape), buffer.dtype)
         }
         for key, tensor in tensors_by_key.items():
-            local = tensor.local
+            local, has_queue = tensor.local, is_queued(tensor.local.device)
             if key not in self._buffers:
-                self._buffers[key] = torch.empty(tensor.shape, dtype=local.dtype, pin_memory=has_queue(local))
-            tensor.place_in(self._buffers[key]).copy_(local, non_blocking=has_queue(local))
+                self._buffers[key] = torch.empty(tensor.shape, dtype=local.dtype, pin_memory=has_queue)
+            tensor.place_in(self._buffers[key]).copy_(local, non_blocking=has_queue)
         for device in {tensor.local.device for tensor in tensors_by_key.values()}:
             synchronize(device)
         return {part: {name: self._buffers[part, name] for name in tensors} for part, tensors in parts.items()}

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock.errors import ConfigError
 
@@ -24,11 +23,6 @@ _NOT_QUEUED = ("cpu", "meta")
 def is_queued(device: torch.device) -> bool:
     """Whether work on a device is queued, and runs later than the call that asks for it."""
     return device.type not in _NOT_QUEUED
-
-
-def has_queue(tensor: Tensor) -> bool:
-    """Whether the device of a tensor queues its work."""
-    return is_queued(tensor.device)
 
 
 def accelerator_type() -> str | None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
 from queue import SimpleQueue
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.execute.transport.links import MessageLate, Pending, never
-from penstock.execute.transport.protocol import Tag
+from penstock.execute.transport.protocol import Tag, Transport
 from penstock.execute.undocumented_backends import Backend, device_backend, end_group
 from penstock.running_time import pause, running_s, wait_in_parts
 
@@ -223,13 +223,7 @@ def connect_devices(
     return backends
 
 
-class Abortable(Protocol):
-    """A backend, or a transport that has some."""
-
-    def abort(self) -> None: ...
-
-
-def abort_all(connections: Sequence[Abortable], limit_s: float) -> None:
+def abort_all(connections: Sequence[Backend | Transport], limit_s: float) -> None:
     """Abort all connections at once: NCCL's abort of one waits for the messages of the others, which nobody would end.
 
     It also waits for what else the device runs, and so may not come back; this call returns after `limit_s` at most.
@@ -246,7 +240,7 @@ def abort_all(connections: Sequence[Abortable], limit_s: float) -> None:
         thread.join(max(end_s - running_s(), 0.0))
 
 
-def _abort(connection: Abortable) -> None:
+def _abort(connection: Backend | Transport) -> None:
     with suppress(Exception):  # a device that has failed may refuse even this
         connection.abort()
 

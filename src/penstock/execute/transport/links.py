@@ -13,7 +13,7 @@ changes or frees the memory of a message before it has left, or has arrived.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
@@ -68,11 +68,10 @@ class BySize:
 class Closed:
     """The link to every peer between an abort and the next recovery."""
 
-    def send(self, tensor: Tensor) -> Pending | None:
+    def send(self, tensor: Tensor) -> NoReturn:
         raise LinkClosed("this rank has aborted or closed its connections")
 
-    def receive(self, tensor: Tensor) -> Pending:
-        raise LinkClosed("this rank has aborted or closed its connections")
+    receive = send
 
 
 CLOSED = Closed()
