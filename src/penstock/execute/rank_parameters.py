@@ -87,13 +87,7 @@ class RankParameters:
     unit_of: dict[int, Unit]
     """By stage."""
 
-    def __init__(
-        self,
-        control: Control,
-        device: torch.device,
-        assembly: Assembly,
-        options: TrainingOptions,
-    ) -> None:
+    def __init__(self, control: Control, device: torch.device, assembly: Assembly, options: TrainingOptions) -> None:
         """Group the parameters of this rank into units, and give each unit its gradients and its layout.
 
         `assembly` has the stages of this rank, and its copies of parameters that are tied over ranks. A unit is one

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from traceback import walk_stack
 
 from penstock.execute.control.positions import PositionBoard, State
@@ -23,25 +24,20 @@ LONGEST_PAUSE_S = 1.0
 LONGEST_STOP_S = 0.5
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Watches the rank on whose thread `start` was called."""
 
-    def __init__(
-        self,
-        board: PositionBoard,
-        deadline_s: float,
-        *,
-        unblock: Callable[[], object] = bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._board = board
-        self._deadline_s = deadline_s
-        self._pause_s = min(deadline_s / LOOKS_PER_DEADLINE, LONGEST_PAUSE_S)
-        self._unblock = unblock
-        self._clock = clock
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._watched_thread = 0
+    board: PositionBoard
+    deadline_s: float
+    unblock: Callable[[], object] = bool
+    clock: Callable[[], float] = time.monotonic
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    _watched_thread: int = 0
+
+    def __post_init__(self) -> None:
+        self._pause_s = min(self.deadline_s / LOOKS_PER_DEADLINE, LONGEST_PAUSE_S)
 
     def start(self) -> None:
         """Watch the calling thread from now on, instead of the one before it."""
@@ -50,7 +46,7 @@ class Watchdog:
             return
         self._is_over.clear()
         # A daemon: a process whose main thread ends must not wait for the next look.
-        self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {self._board.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {self.board.rank}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -64,15 +60,15 @@ class Watchdog:
 
     def look(self) -> None:
         """Write the watched thread's stack onto the board if its instruction is slow, and have it unblocked."""
-        position = self._board.read(self._board.rank)
+        position = self.board.read(self.board.rank)
         is_busy = position.state in (State.RUNNING, State.WAITING, State.COMPILING)
-        lasted_s = self._clock() - position.since_s
+        lasted_s = self.clock() - position.since_s
         if is_busy and lasted_s > self._pause_s:
-            self._unblock()
-        if is_busy and lasted_s > SLOW_PART * self._deadline_s:
-            self._board.note_stack(stack_of(self._watched_thread))
+            self.unblock()
+        if is_busy and lasted_s > SLOW_PART * self.deadline_s:
+            self.board.note_stack(stack_of(self._watched_thread))
         elif position.stack:
-            self._board.note_stack("")
+            self.board.note_stack("")
 
     def _watch(self) -> None:
         while not self._is_over.wait(self._pause_s):

@@ -10,6 +10,7 @@ there is nothing to bound.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -26,25 +27,19 @@ from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.program import Program
 
 
+@dataclass(eq=False)
 class Throttle(Observer):
-    """Lets at most `limit` computations of one rank be queued and not ended."""
+    """Lets at most `_limit` computations of one rank be queued and not ended."""
 
-    def __init__(
-        self,
-        limit: int,
-        make_marker: Callable[[], torch.Event],
-        wait: WaitForDevice,
-        has_failed: Callable[[], bool] = never,
-    ) -> None:
-        """`has_failed` says whether the device runs nothing any more."""
-        self._limit = limit
-        self._has_failed = has_failed
-        self._make_marker = make_marker
-        self._await = wait
-        self._pending: deque[tuple[int, torch.Event]] = deque()
-        """Row and end of each computation that has been queued."""
-        self._current_row: int | None = None
-        """Row of the computation that is being queued."""
+    _limit: int
+    _make_marker: Callable[[], torch.Event]
+    _await: WaitForDevice
+    _has_failed: Callable[[], bool] = never
+    """Returns whether the device runs nothing any more."""
+    _pending: deque[tuple[int, torch.Event]] = field(default_factory=deque)
+    """Row and end of each computation that has been queued."""
+    _current_row: int | None = None
+    """Row of the computation that is being queued."""
 
     def begin(self, step: Step) -> None:
         self._pending.clear()  # of an earlier step that failed

@@ -9,6 +9,7 @@ has accumulated once more, or a parameter that two stages of this rank share at 
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError
-from penstock.execute.accelerator import has_queue
+from penstock.execute.accelerator import is_queued
 from penstock.execute.parameters.gradient_store import GradientStore, dense_gradient
 from penstock.execute.parameters.layout import ParameterLayout
 from penstock.execute.transport.backend_links import GlooWaiter, QueuedMessage
@@ -26,26 +27,21 @@ from penstock.execute.undocumented_modules import averaged_parameters, averages,
 from penstock.running_time import running_s
 
 
+@dataclass(eq=False)
 class Averaged(ParameterLayout):
     """Parameters of which some are in DDP modules; their gradients are averaged over the replicas."""
 
-    def __init__(
-        self,
-        modules: Mapping[int, Sequence[DistributedDataParallel]],
-        store: GradientStore,
-        tied_ids: Collection[int],
-        limit_s: Callable[[], float],
-    ) -> None:
-        """`modules` are by stage; `tied_ids` are ids of parameters that other ranks of the pipeline hold too."""
-        self._modules = modules
-        self._store = store
-        self._tied_ids = tied_ids
-        self._limit_s = limit_s
-        self._is_synced: Mapping[int, bool] = {}
-        """Whether the caller wants this step's gradients averaged, by id of a module."""
-        self._always_reduced_ids: Collection[int] = ()
-        self._not_reducing = ExitStack()
-        self._waiter = GlooWaiter()
+    _modules: Mapping[int, Sequence[DistributedDataParallel]]
+    """DDP modules by stage."""
+    _store: GradientStore
+    _tied_ids: Collection[int]
+    """Ids of parameters that other ranks of the pipeline hold too."""
+    _limit_s: Callable[[], float]
+    _is_synced: Mapping[int, bool] = field(default_factory=dict)
+    """Whether the caller wants this step's gradients averaged, by id of a module."""
+    _always_reduced_ids: Collection[int] = ()
+    _not_reducing: ExitStack = field(default_factory=ExitStack)
+    _waiter: GlooWaiter = field(default_factory=GlooWaiter)
 
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Keep DDP from reducing by itself until the step is over; `reduce` averages if `is_synced`."""
@@ -106,7 +102,7 @@ class Averaged(ParameterLayout):
         end_s = running_s() + limit_s
         works = [collective(tensor, group=group, async_op=True) for tensor in tensors]
         for work, tensor in zip(works, tensors, strict=True):
-            pending = (QueuedMessage if has_queue(tensor) else self._waiter.message)(work, tensor)
+            pending = (QueuedMessage if is_queued(tensor.device) else self._waiter.message)(work, tensor)
             try:
                 pending.wait(end_s - running_s())
             except RuntimeError as error:

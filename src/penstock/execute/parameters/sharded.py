@@ -17,6 +17,7 @@ gets none.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,34 +35,29 @@ from penstock.execute.values.tensors import local_part, memory_of, part_like
 from penstock.execute.values.tree import map_leaves
 
 
+@dataclass(eq=False)
 class Sharded(ParameterLayout):
     """The layout of a unit; its parameters are whole until `shard`."""
 
     launches = True
 
-    def __init__(
-        self,
-        stages: Mapping[int, StageParts],
-        gradients: GradientStore,
-        add_rows: Callable[[nn.Parameter, Tensor], None],
-        exchanges: ReplicaExchanges,
-        mesh: DeviceMesh,
-    ) -> None:
-        """`stages` are those of the unit; `add_rows` adds to the gradient of a shard, whose memory it may keep."""
-        self._stages = stages
-        self._gradients = gradients
-        self._add_rows = add_rows
-        self._exchanges = exchanges
-        self._mesh = mesh
-        self._modules = [module for parts in stages.values() for module in parts.modules]
+    _stages: Mapping[int, StageParts]
+    _gradients: GradientStore
+    _add_rows: Callable[[nn.Parameter, Tensor], None]
+    """Adds rows to the gradient of a shard, and may keep their memory."""
+    _exchanges: ReplicaExchanges
+    _mesh: DeviceMesh
+    _blocks: Sequence[Block] = ()
+    _gathering: Serial | None = None
+    _is_whole: bool = False
+    _trained_parameters: Sequence[GatheredParameter] = ()
+    _packed: "Sequence[PackedParts]" = ()
+    _sums: list[Tensor] = field(default_factory=list)
+    """This replica's rows of the gradients that were reduced in this step, one tensor per type of gradients."""
+
+    def __post_init__(self) -> None:
+        self._modules = [module for parts in self._stages.values() for module in parts.modules]
         self._buffers = SavedBuffers(self._modules)
-        self._blocks: Sequence[Block] = ()
-        self._gathering: Serial | None = None
-        self._is_whole = False
-        self._trained_parameters: Sequence[GatheredParameter] = ()
-        self._packed: Sequence[PackedParts] = ()
-        self._sums: list[Tensor] = []
-        """This replica's rows of the gradients that were reduced in this step, one tensor per type of gradients."""
 
     def unsharded_parameters(self) -> list[nn.Parameter]:
         """Return the whole parameters, each once; none before `shard`."""

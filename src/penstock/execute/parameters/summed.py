@@ -20,6 +20,7 @@ none has used gets none.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -34,30 +35,26 @@ LARGE_BYTES = 2**20
 """Bytes from which on a gradient is summed where it is."""
 
 
+@dataclass(eq=False)
 class Summed(ParameterLayout):
     """The layout of a unit."""
 
     launches = True
 
-    def __init__(
-        self,
-        stages: Mapping[int, StageParts],
-        gradients: GradientStore,
-        tied_ids: Collection[int],
-        exchanges: ReplicaExchanges,
-    ) -> None:
-        """`stages` are those of the unit; `tied_ids` are the parameters that other ranks of the pipeline hold too."""
-        self._stages = stages
-        self._gradients = gradients
-        self._tied_ids = tied_ids
-        self._exchanges = exchanges
-        self._buffers = {stage: SavedBuffers(parts.modules) for stage, parts in stages.items()}
-        self._is_synced = False
-        self._always_reduced_ids: Collection[int] = ()
-        self._replica_only_ids: set[int] = set()
-        """Ids of parameters whose gradients are of this replica alone, as behind a step within no_sync()."""
-        self._num_pending_stages: Counter[int] = Counter()
-        """Number of stages whose backwards are not over, by the id of a trained parameter; copies count once."""
+    _stages: Mapping[int, StageParts]
+    _gradients: GradientStore
+    _tied_ids: Collection[int]
+    """Ids of parameters that other ranks of the pipeline hold too."""
+    _exchanges: ReplicaExchanges
+    _is_synced: bool = False
+    _always_reduced_ids: Collection[int] = ()
+    _replica_only_ids: set[int] = field(default_factory=set)
+    """Ids of parameters whose gradients are of this replica alone, as behind a step within no_sync()."""
+    _num_pending_stages: Counter[int] = field(default_factory=Counter)
+    """Number of stages whose backwards are not over, by the id of a trained parameter; copies count once."""
+
+    def __post_init__(self) -> None:
+        self._buffers = {stage: SavedBuffers(parts.modules) for stage, parts in self._stages.items()}
 
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Begin a step; unless `is_synced`, gradients stay of this replica alone, but for tied ones.

@@ -66,17 +66,15 @@ class PassOptions:
     """Whether forwards leave gradients of weights for later, so that backwards may run in two parts."""
 
 
+@dataclass(eq=False)
 class StagePasses:
     """Runs one stage; it holds nothing of any step."""
 
-    def __init__(
-        self, stage: Stage, options: PassOptions, gradients: GradientStore, features: Sequence[StageFeature] = ()
-    ) -> None:
-        """`gradients` are those of the unit that the stage belongs to."""
-        self.stage = stage
-        self.gradients = gradients
-        self.options = options
-        self._features = features
+    stage: Stage
+    options: PassOptions
+    gradients: GradientStore
+    """The gradients of the unit that the stage belongs to."""
+    _features: Sequence[StageFeature] = ()
 
     def begin(self) -> None:
         """Begin a training step: how backwards are split is decided anew, and stays for all of the step."""

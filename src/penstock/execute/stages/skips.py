@@ -11,6 +11,7 @@ the first step: of the layers that hold a name, the first puts and the others ge
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -94,20 +95,18 @@ class StageSkipBuffer:
             )
 
 
+@dataclass(eq=False)
 class StageSkips:
     """The skips of one stage: those that its layers hold, and those that go past it."""
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        arriving: Sequence[str] = (),
-        leaving: Sequence[str] = (),
-        place: str = "the model",
-    ) -> None:
-        """`arriving` and `leaving` are the names that are open before and behind the stage, in order."""
-        self.arriving = arriving
-        self.leaving = leaving
-        self.place = place
+    layers: InitVar[Sequence[nn.Module]]
+    arriving: Sequence[str] = ()
+    """Names that are open before the stage, in order."""
+    leaving: Sequence[str] = ()
+    """Names that are open behind the stage, in order."""
+    place: str = "the model"
+
+    def __post_init__(self, layers: Sequence[nn.Module]) -> None:
         self._modules: list[Skipping] = modules_with(layers, Skipping)
 
     @property

@@ -11,7 +11,7 @@ message and the host go on.
 
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,32 +46,27 @@ class _FollowedReceive:
     """Index of the instruction that needs the message."""
 
 
+@dataclass(eq=False)
 class DeviceQueue:
     """The receives of one rank that its device waits for, in the order in which it comes to them."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        posted: MutableMapping[int, Pending],
-        make_marker: Callable[[], torch.Event],
-        *,
-        read_clock: Callable[[], float] = running_s,
-    ) -> None:
-        """`posted` has the transport's messages by serial, until somebody waits for them."""
-        self._transport = transport
-        self._names = rank_names(transport)
-        self._posted = posted
-        self._make_marker = make_marker
-        self._read_clock = read_clock
-        self._receives: deque[_FollowedReceive] = deque()
-        self._held_up_since_s: float | None = None
-        self._is_wait_noted = False
-        """Whether the observer has been told that the device waits, and not yet that the rank goes on."""
-        self._blocking_receive: tuple[_FollowedReceive, float] | None = None
-        """The receive that held the device up when another thread looked, and the time of its first look."""
-        self._observer: WaitObserver | None = None
-        self.missed_row: int | None = None
-        """Index of the instruction whose message the device waited for in vain; None where it did not."""
+    _transport: Transport
+    _posted: MutableMapping[int, Pending]
+    """The transport's messages by serial, until somebody waits for them."""
+    _make_marker: Callable[[], torch.Event]
+    read_clock: Callable[[], float] = running_s
+    _receives: deque[_FollowedReceive] = field(default_factory=deque)
+    _held_up_since_s: float | None = None
+    _is_wait_noted: bool = False
+    """Whether the observer has been told that the device waits, and not yet that the rank goes on."""
+    _blocking_receive: tuple[_FollowedReceive, float] | None = None
+    """The receive that held the device up when another thread looked, and the time of its first look."""
+    _observer: WaitObserver | None = None
+    missed_row: int | None = None
+    """Index of the instruction whose message the device waited for in vain; None where it did not."""
+
+    def __post_init__(self) -> None:
+        self._names = rank_names(self._transport)
 
     def watch(self, observer: WaitObserver) -> None:
         """Tell the observer for whom the device waits from now on."""
@@ -113,7 +108,7 @@ class DeviceQueue:
         receive = self._receives[0]
         ticket = receive.ticket
         if self._held_up_since_s is None:
-            self._held_up_since_s = self._read_clock()
+            self._held_up_since_s = self.read_clock()
         if not self._is_wait_noted and self._observer is not None:
             self._is_wait_noted = True
             self._observer.note_wait(self._names.numbers[ticket.peer], receive.row)
@@ -145,8 +140,8 @@ class DeviceQueue:
             self._blocking_receive = None
             return None
         if self._blocking_receive is None or self._blocking_receive[0] is not receive:
-            self._blocking_receive = receive, self._read_clock()
-        waited_s, deadline_s = self._read_clock() - self._blocking_receive[1], self._transport.deadline_s
+            self._blocking_receive = receive, self.read_clock()
+        waited_s, deadline_s = self.read_clock() - self._blocking_receive[1], self._transport.deadline_s
         if waited_s >= deadline_s:
             self.missed_row = receive.row
             return deadline_exceeded(self._names, self._transport.rank, receive.ticket, waited_s, deadline_s)
@@ -207,7 +202,7 @@ class DeviceQueue:
         raise peer_lost(self._names, self._transport.rank, receive.ticket, self._waited_s(), reason)
 
     def _waited_s(self) -> float:
-        return 0.0 if self._held_up_since_s is None else self._read_clock() - self._held_up_since_s
+        return 0.0 if self._held_up_since_s is None else self.read_clock() - self._held_up_since_s
 
 
 def device_queue_of(transport: Messages) -> DeviceQueue | None:
