@@ -27,8 +27,7 @@ from penstock.execute.accelerator import is_queued, make_event, make_stream
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.stream import copied
-from penstock.execute.transport.device_queue import await_device, going_on_of, held_up_of
-from penstock.execute.transport.links import never
+from penstock.execute.transport.device_queue import waiting_of
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tree import map_leaves
 
@@ -124,10 +123,7 @@ class HostToDevice:
         self._reserved = None
         last_copy, self._last_caller_copy = self._last_caller_copy, None
         if last_copy is not None:
-            rank, deadline_s = self._transport.rank, self._transport.deadline_s
-            is_held_up = never if has_failed else held_up_of(self._transport)
-            go_on = never if has_failed else going_on_of(self._transport)
-            await_device(last_copy.query, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up, go_on=go_on)
+            waiting_of(self._transport, has_peers=not has_failed)(last_copy.query)
 
     def _copied(self, index: int, sources: Sequence[Tensor]) -> Sequence[Tensor]:
         """Queue copies on the stream that is for them, and return the tensors that they fill."""

@@ -15,7 +15,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.device_queue import WaitForDevice, await_device
+from penstock.execute.transport.device_queue import WaitForDevice, waiting_of
 from penstock.ir.measured import ImmediateWeights
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
@@ -92,9 +92,7 @@ def recorder_for(clocks: ClockComparison, rows: range) -> Recorder:
     """Return what measures a step on the device of this rank."""
     if not is_queued(clocks.device):
         return Recorder(rows, clocks.clock)
-    rank, deadline_s = clocks.transport.rank, clocks.transport.deadline_s
-    wait = partial(await_device, rank=rank, deadline_s=deadline_s)
-    make = partial(make_event, clocks.device, timing=True)
+    wait, make = waiting_of(clocks.transport, has_peers=False), partial(make_event, clocks.device, timing=True)
     return DeviceRecorder(rows, clocks.clock, make, wait)
 
 

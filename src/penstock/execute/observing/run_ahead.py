@@ -20,7 +20,7 @@ from penstock.execute.accelerator import has_events, is_queued, make_event
 from penstock.execute.lost_device import has_failed
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.step import Bound, Step
-from penstock.execute.transport.device_queue import WaitForDevice, await_device, going_on_of, held_up_of
+from penstock.execute.transport.device_queue import WaitForDevice, waiting_of
 from penstock.execute.transport.links import never
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.operations import IS_COMPUTE
@@ -80,7 +80,4 @@ def throttle_for(device: torch.device, limit: int | None, transport: Transport) 
     """Return what bounds the host's lead on a device; None where nothing is to be bounded, or no event tells it."""
     if limit is None or not (is_queued(device) and has_events(device)):
         return None
-    rank, deadline_s = transport.rank, transport.deadline_s
-    is_held_up, go_on = held_up_of(transport), going_on_of(transport)
-    wait = partial(await_device, rank=rank, deadline_s=deadline_s, is_held_up=is_held_up, go_on=go_on)
-    return Throttle(limit, partial(make_event, device), wait, partial(has_failed, device))
+    return Throttle(limit, partial(make_event, device), waiting_of(transport), partial(has_failed, device))

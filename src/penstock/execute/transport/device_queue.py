@@ -12,6 +12,7 @@ message and the host go on.
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -217,10 +218,11 @@ def held_up_of(transport: Messages) -> Callable[[], bool]:
     return never if queue is None else queue.is_held_up
 
 
-def going_on_of(transport: Messages) -> Callable[[], object]:
-    """Return what says that the host of a transport goes on, for `await_device`."""
-    queue = device_queue_of(transport)
-    return never if queue is None else queue.go_on
+def waiting_of(transport: Transport, *, has_peers: bool = True) -> WaitForDevice:
+    """Return `await_device` as the host of a transport calls it; unless it `has_peers`, none can hold its device up."""
+    wait = partial(await_device, rank=transport.rank, deadline_s=transport.deadline_s)
+    queue = device_queue_of(transport) if has_peers else None
+    return wait if queue is None else partial(wait, is_held_up=queue.is_held_up, go_on=queue.go_on)
 
 
 def await_device(
