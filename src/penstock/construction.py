@@ -13,7 +13,7 @@ runs within the two exchanges, by which it fails on all ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -149,7 +149,7 @@ def _plan_with_layers(
     """Plan and build this rank's layers; return what all ranks tell of theirs, too."""
     if not joined.options.is_sharded:
         return joined.exchange(lambda: make_plan().with_layers(), tell)
-    plan, reports = joined.exchange(make_plan, lambda plan: {"setup": asdict(plan.setup())})
+    plan, reports = joined.exchange(make_plan, lambda plan: {"setup": plan.setup()})
     require_equal([report["setup"] for report in reports], joined.places.names)
     build = build_early(EarlyShards(joined.control, plan.device))
     return joined.exchange(lambda: plan.with_layers(build), tell)

@@ -17,7 +17,7 @@ from penstock.execute.arguments import (
     require_split,
 )
 from penstock.execute.batch.microbatch import describe_specs
-from penstock.execute.control.handshake import LocalFacts, SharedSettings
+from penstock.execute.control.handshake import LocalFacts
 from penstock.execute.control.hosts import host_of_processes
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
@@ -121,39 +121,39 @@ class Plan:
         )
         return self
 
-    def setup(self) -> SharedSettings:
+    def setup(self) -> dict[str, str | None]:
         """Return the settings of this rank that must be equal on all ranks, as texts, for the ranks to compare.
 
         An error shows the texts of two ranks that differ. None means that this rank does not use a setting, so that the
         other ranks may have any value.
         """
         options = self.options
-        return SharedSettings(
-            version=VERSION,
-            schedule=f"{self.orders!r} #{self.orders.digest()[:12]}",
-            layers=", ".join(self.layer_names),
-            split=", ".join(str(len(layers)) for layers in self.layers_of_stage),
-            loss=describe_function(self.loss),
-            reduction=options.reduction,
-            count=describe_function(options.count) if self.computes_losses else None,
-            scale_loss=describe_scale(options.scale_loss),
-            allow_ragged=str(options.allow_ragged),
-            specs=describe_specs(options.specs),
-            slice_dim=str(options.slice_dim),
-            slice_specs=describe_specs(options.slice_specs),
+        return {
+            "version": VERSION,
+            "schedule": f"{self.orders!r} #{self.orders.digest()[:12]}",
+            "layers": ", ".join(self.layer_names),
+            "split": ", ".join(str(len(layers)) for layers in self.layers_of_stage),
+            "loss": describe_function(self.loss),
+            "reduction": options.reduction,
+            "count": describe_function(options.count) if self.computes_losses else None,
+            "scale_loss": describe_scale(options.scale_loss),
+            "allow_ragged": str(options.allow_ragged),
+            "specs": describe_specs(options.specs),
+            "slice_dim": str(options.slice_dim),
+            "slice_specs": describe_specs(options.slice_specs),
             # The pairs stay in the order of the caller, since ranks number tied groups by it.
-            tied=", ".join(" = ".join(sorted(pair)) for pair in options.tied) or "none",
-            optimizer_step=describe_function(options.optimizer_step),
-            seed=str(options.seed),
-            check_batches=str(options.check_batches),
-            variable_shapes=str(options.variable_shapes),
-            main_gradients=str(options.main_gradients),
-            debug=options.debug,
-            deadline_s=f"{self.deadline_s:g}",
-            device=self.device.type,
-            mesh=self.mesh,
-            shard=f"{options.shard}, residency {options.residency}, look_ahead {options.look_ahead}",
-        )
+            "tied": ", ".join(" = ".join(sorted(pair)) for pair in options.tied) or "none",
+            "optimizer_step": describe_function(options.optimizer_step),
+            "seed": str(options.seed),
+            "check_batches": str(options.check_batches),
+            "variable_shapes": str(options.variable_shapes),
+            "main_gradients": str(options.main_gradients),
+            "debug": options.debug,
+            "deadline_s": f"{self.deadline_s:g}",
+            "device": self.device.type,
+            "mesh": self.mesh,
+            "shard": f"{options.shard}, residency {options.residency}, look_ahead {options.look_ahead}",
+        }
 
     def local_facts(self, memory: PositionMemory) -> LocalFacts:
         """Return what this rank contributes to what all know."""

@@ -1,28 +1,26 @@
 """What the ranks of a pipeline say of themselves, and how it is compared."""
 
-from dataclasses import fields, replace
-
 import pytest
 
 from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import (
+    SAME_START,
+    SETTING_RULES,
     AgreedFacts,
     LocalFacts,
-    SharedSettings,
     require_equal,
-    rules_of,
     setup_report,
 )
 from tests.support.local_pipelines import error_of, on_ranks
 
-SETUP = SharedSettings(**{field.name: "1" for field in fields(SharedSettings)})
+SETUP = dict.fromkeys(["version", "schedule", "layers", "device", "shard"], "1")
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(SharedSettings)])
+@pytest.mark.parametrize("name", SETUP)
 def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(name):
     def case(wires):
-        setup = replace(SETUP, **{name: "1, 2"}) if wires.rank in (1, 3) else SETUP
+        setup = SETUP | {name: "1, 2"} if wires.rank in (1, 3) else SETUP
         everyone = Control(wires).together(lambda: setup_report(setup, LocalFacts()))
         return error_of(AgreedFacts.of, everyone)
 
@@ -30,7 +28,7 @@ def test_a_setup_that_differs_is_named_by_its_field_and_its_ranks_everywhere(nam
         assert type(error) is PipelineError
         assert error.rank == 1
         assert f"disagree on {name}: rank 0 has 1, rank 1 has 1, 2 (and so do ranks 3). " in str(error)
-        assert str(error).endswith(rules_of(SharedSettings)[name].fix)
+        assert str(error).endswith(SETTING_RULES.get(name, SAME_START).fix)
 
 
 def test_ranks_that_do_not_use_a_setting_are_not_compared_in_it():
@@ -46,7 +44,7 @@ def test_ranks_that_do_not_use_a_setting_are_not_compared_in_it():
 
 def test_a_rank_of_another_version_that_says_other_things_is_told_so():
     old = {"setup": {"version": "0.1"}, "found": {"something": 3}}
-    new = setup_report(replace(SETUP, version="0.2"), LocalFacts())
+    new = setup_report(SETUP | {"version": "0.2"}, LocalFacts())
 
     for everyone in ([old, new], [new, old]):
         assert "disagree on version" in str(error_of(AgreedFacts.of, everyone))

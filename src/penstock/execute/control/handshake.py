@@ -1,8 +1,8 @@
 """Compares fields that must be equal on all ranks, in the handshake of a construction and in each step.
 
-require_equal                  compares, field by field; a step is compared by it too (`agreement.py`)
-SharedSettings, LocalFacts     what a rank says when it has built its layers
-AgreedFacts                    what all ranks know then
+require_equal           compares, field by field; a step is compared by it too (`agreement.py`)
+settings, LocalFacts    what a rank says when it has built its layers
+AgreedFacts             what all ranks know then
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,13 @@ def fix(text: str, *, digest_of: str = "") -> dict[str, Rule]:
     return {"rule": Rule(text, digest_of)}
 
 
-SAME_START = fix("Start every rank with the same arguments and the same version")
+SAME_START = Rule("Start every rank with the same arguments and the same version")
+SETTING_RULES = {
+    "version": Rule("Install one version of Penstock for all ranks"),
+    "layers": Rule("Give every rank the layers of the whole model"),
+    "device": Rule("Give the stages of all ranks devices of one kind"),
+}
+"""Rules of the settings of a rank whose difference has a cause of its own; others differ by the arguments."""
 
 
 def rules_of(kind: type) -> dict[str, Rule]:
@@ -61,7 +67,7 @@ def require_equal(
             which have the same reports, raise the same error.
     """
     ranks = rank_names or RankNames.plain(len(reports))
-    for field_name, rule in (rules or dict.fromkeys(reports[0], SAME_START["rule"])).items():
+    for field_name, rule in (rules or dict.fromkeys(reports[0], SAME_START)).items():
         values = [report.get(field_name, "nothing") for report in reports]
         value_by_rank = {rank: value for rank, value in enumerate(values) if value is not None}
         pair = odd_one_out(value_by_rank)
@@ -88,39 +94,6 @@ def odd_one_out(value_by_rank: Mapping[int, object]) -> tuple[int, int] | None:
     usual_value = max(values, key=values.count)
     usual_rank = next(rank for rank, value in value_by_rank.items() if value == usual_value)
     return usual_rank, next(rank for rank, value in value_by_rank.items() if value != usual_value)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedSettings:
-    """The setup of one rank."""
-
-    version: str = field(metadata=fix("Install one version of Penstock for all ranks"))
-    schedule: str = field(metadata=SAME_START)
-    layers: str = field(metadata=fix("Give every rank the layers of the whole model"))
-    split: str = field(metadata=SAME_START)
-    loss: str = field(metadata=SAME_START)
-    reduction: str = field(metadata=SAME_START)
-    count: str | None = field(metadata=SAME_START)
-    """Text of the rank's `count`; None where no loss is computed."""
-    scale_loss: str = field(metadata=SAME_START)
-    allow_ragged: str = field(metadata=SAME_START)
-    specs: str = field(metadata=SAME_START)
-    slice_dim: str = field(metadata=SAME_START)
-    slice_specs: str = field(metadata=SAME_START)
-    tied: str = field(metadata=SAME_START)
-    optimizer_step: str = field(metadata=SAME_START)
-    seed: str = field(metadata=SAME_START)
-    check_batches: str = field(metadata=SAME_START)
-    variable_shapes: str = field(metadata=SAME_START)
-    main_gradients: str = field(metadata=SAME_START)
-    debug: str = field(metadata=SAME_START)
-    deadline_s: str = field(metadata=SAME_START)
-    device: str = field(metadata=fix("Give the stages of all ranks devices of one kind"))
-    """Kind of the device, such as cpu."""
-    mesh: str = field(metadata=SAME_START)
-    """Number of replicas, and of ranks in each."""
-    shard: str = field(metadata=SAME_START)
-    """Whether replicas shard parameters, and how many stages are whole at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +129,8 @@ class AgreedFacts:
         Raises:
             PipelineError: naming the field and the ranks that differ; the same on every rank.
         """
-        require_equal([report["setup"] for report in reports], names, rules_of(SharedSettings))
+        settings = [report["setup"] for report in reports]
+        require_equal(settings, names, dict.fromkeys(settings[0], SAME_START) | SETTING_RULES)
         return cls([LocalFacts(**report["found"]) for report in reports])
 
     @property
@@ -180,6 +154,6 @@ class AgreedFacts:
         return [getattr(facts, name) for facts in self.of_rank]
 
 
-def setup_report(setup: SharedSettings, facts: LocalFacts) -> SetupReport:
+def setup_report(settings: Mapping[str, str | None], facts: LocalFacts) -> SetupReport:
     """Return the report of a rank, as plain values."""
-    return {"setup": asdict(setup), "found": asdict(facts)}
+    return {"setup": settings, "found": asdict(facts)}
