@@ -1,6 +1,6 @@
 """Refuses inputs behind which lies a graph that only one backward can run through, while every microbatch has one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -20,7 +20,8 @@ def refuse_shared_graphs(leaves: Iterable[Leaf], num_microbatches: int) -> None:
     """
     for leaf in leaves:
         grad_fn = leaf.value.grad_fn if isinstance(leaf.value, Tensor) else None
-        if grad_fn is not None and _runs_once(grad_fn):
+        # A backward frees what any node from this one to the leaves has saved.
+        if grad_fn is not None and any(map(_has_saved, nodes_behind([grad_fn], set()))):
             raise PipelineError(
                 f"{leaf.place} is no leaf but computed with gradients (grad_fn {grad_fn.name()}), and each of the "
                 f"{num_microbatches} microbatches would run backward through that computation, which one backward "
@@ -28,17 +29,15 @@ def refuse_shared_graphs(leaves: Iterable[Leaf], num_microbatches: int) -> None:
             )
 
 
-def _runs_once(grad_fn: Node) -> bool:
-    """Whether any node from this one to the leaves has saved something, which a backward frees."""
-    pending_nodes, visited_nodes = [grad_fn], {grad_fn}
+def nodes_behind(nodes: Iterable[Node | None], visited_nodes: set[Node]) -> Iterator[Node]:
+    """Walk from some nodes of a graph to its leaves; skip those in `visited_nodes`, and add the others to it."""
+    pending_nodes = list(nodes)
     while pending_nodes:
         node = pending_nodes.pop()
-        if _has_saved(node):
-            return True
-        next_nodes = {next_node for next_node, _ in node.next_functions if next_node is not None} - visited_nodes
-        visited_nodes |= next_nodes
-        pending_nodes += next_nodes
-    return False
+        if node is not None and node not in visited_nodes:
+            visited_nodes.add(node)
+            yield node
+            pending_nodes += [next_node for next_node, _ in node.next_functions]
 
 
 def _has_saved(node: Node) -> bool:

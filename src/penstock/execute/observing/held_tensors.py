@@ -5,7 +5,7 @@ functions  that layers leave for W hold tensors in their closures, or take them 
 """
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from penstock.execute.batch.input_graphs import nodes_behind
 from penstock.execute.parameters.gradient_store import WeightEntry
 from penstock.execute.split.own_weight_gradients import Closure, OwnEntry, OwnWeightGradients
 from penstock.execute.undocumented import LEAF, kind_of, saved_tensors
@@ -40,17 +41,6 @@ def held_by(entry: WeightEntry) -> Reached:
     nodes = [node for node in nodes_behind([root.node for root in entry.roots], set()) if kind_of(node) != LEAF]
     saved = [tensor for node in nodes for tensor in saved_tensors(node) if not isinstance(tensor, nn.Parameter)]
     return Reached([*entry.held_tensors, *saved], [*entry.parameters])
-
-
-def nodes_behind(nodes: Iterable[Node | None], visited_nodes: set[Node]) -> Iterator[Node]:
-    """Walk from some nodes of a graph to its leaves; skip those in `visited_nodes`, and add the others to it."""
-    pending_nodes = list(nodes)
-    while pending_nodes:
-        node = pending_nodes.pop()
-        if node is not None and node not in visited_nodes:
-            visited_nodes.add(node)
-            yield node
-            pending_nodes += [next_node for next_node, _ in node.next_functions]
 
 
 def reached_by(closure: Closure) -> Reached:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.optim import Optimizer
 
+from penstock.execute.batch.input_graphs import nodes_behind
 from penstock.execute.control.collectives import Control
-from penstock.execute.observing.held_tensors import held_by, nodes_behind
+from penstock.execute.observing.held_tensors import held_by
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, WeightInputs
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
