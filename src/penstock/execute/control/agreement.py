@@ -13,6 +13,7 @@ from penstock.errors import EndOfData, PenstockError, StepRefused
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.copy_digests import CopyDigest, require_equal_digests
 from penstock.execute.control.handshake import Rule, fix, require_equal, rules_of
+from penstock.execute.transport.calls import refused
 from penstock.execute.transport.rank_names import RankNames
 
 _DIGEST_BYTES = 7
@@ -250,15 +251,11 @@ def _require_where_taken(proposals: Sequence[StepProposal], name: str, use: tupl
 
 def _refuse_together(proposals: Sequence[StepProposal], control: Control) -> None:
     """Refuse the step where a rank does; the end of the data counts before other reasons. Raises: StepRefused."""
-    refusing_ranks = [rank for rank, proposal in enumerate(proposals) if proposal.refusal]
-    ranks_at_end = [rank for rank in refusing_ranks if proposals[rank].is_end_of_data]
-    if not refusing_ranks:
-        return
-    rank = (ranks_at_end or refusing_ranks)[0]
-    text, number = proposals[rank].refusal, control.names.numbers[rank]
-    if ranks_at_end:
-        raise EndOfData(text, rank=number)
-    raise StepRefused(proposals[control.rank].refusal or f"{control.names[rank]} refuses the step: {text}", rank=number)
+    reasons = {rank: (item.refusal, item.is_end_of_data) for rank, item in enumerate(proposals) if item.refusal}
+    if reasons:
+        error, local_text = refused(reasons, control.names), proposals[control.rank].refusal
+        is_local = local_text and not isinstance(error, EndOfData)
+        raise StepRefused(local_text, rank=error.rank) if is_local else error
 
 
 def _proposal(report: Mapping[str, Any]) -> StepProposal:

@@ -216,7 +216,7 @@ def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
         raise PeerLeft(f"{', '.join(clauses)}; {fix}", rank=departed, peer=departed)
     # A rank refuses its step, while others are in another call: its reason says more than the difference.
     if refusal_by_rank:
-        raise _refused(refusal_by_rank, names)
+        raise refused({rank: json.loads(refusal) for rank, refusal in refusal_by_rank.items()}, names)
     # The ranks are in different calls: the error lists them all, and blames the first rank of the odd call.
     clauses = [f"{_subject(ranks, names)} in {name} ({place})" for (name, place), ranks in ranks_by_call.items()]
     first = next(iter(ranks_by_call))
@@ -225,9 +225,8 @@ def require_one_call(labels: Sequence[bytes], names: RankNames) -> None:
     raise StepRefused(f"{', '.join(clauses)}; {fix}", rank=names.numbers[culprit])
 
 
-def _refused(refusal_by_rank: Mapping[int, str], names: RankNames) -> StepRefused:
-    """Return why a rank refuses the call that the others make; the end of the data counts before other reasons."""
-    reasons = {rank: json.loads(refusal) for rank, refusal in refusal_by_rank.items()}
+def refused(reasons: Mapping[int, tuple[str, bool]], names: RankNames) -> StepRefused:
+    """Return the refusal that counts, by ranks' reasons and whether each is the end of its data, which comes first."""
     rank = next((rank for rank, (_, is_end) in reasons.items() if is_end), min(reasons))
     text, is_end = reasons[rank]
     if is_end:
