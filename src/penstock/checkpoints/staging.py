@@ -1,9 +1,7 @@
 """Copies of tensors in the memory of the CPU, from which files are written while training goes on.
 
-    every rank   copies what it holds of the tensors that it writes ─► all have memory for it
-    replicas     send each other the rows that they lack
-
-The buffers are made once: a save that begins after another one is over writes into the same memory.
+every rank   copies what it holds of the tensors that it writes ─► all have memory for it
+replicas     send each other the rows that they lack
 """
 
 from collections.abc import Mapping, Sequence

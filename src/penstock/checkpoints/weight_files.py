@@ -4,11 +4,7 @@
     more         weights-00001-of-00003.safetensors, ...      each rank writes its own tensors, at most 5 GB a file
                  weights.safetensors.index.json               which file holds which tensor: the Hugging Face layout
 
-    every rank   a thread writes and flushes files under other names ─► gather: all written
-    rank 0                                                              a thread makes one file of them, or renames them
-    every rank                                                          gather: done
-
-A disk may thus take any time, and a rank that is lost is still noticed within the deadline.
+Threads write, and ranks gather meanwhile: a disk may take any time, and a lost rank is noticed within the deadline.
 """
 
 import json

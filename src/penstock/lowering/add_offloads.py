@@ -3,9 +3,8 @@
     Before: 0F0 0F1 0F2 0F3 0B0 0B1 ...
     After:  0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0RELOAD0 0F3 0RELOAD1 0B0 0B1 ...
 
-OFFLOAD is right behind its F. RELOAD is `ahead` computations before the first row that reads, so that the copy runs
-under them; an overlapped pair counts once, and nothing is put into it. Where no computation would be left between
-OFFLOAD and RELOAD, the backward follows so soon that nothing is gained, and the microbatch stays on the device.
+RELOAD comes early, so that its copy runs under computations; an overlapped pair counts once, and nothing is put into
+it. Where no computation would be left before it, the backward follows so soon that nothing is gained.
 """
 
 from collections.abc import Iterable

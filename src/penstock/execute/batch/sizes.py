@@ -1,9 +1,7 @@
 """The sizes of microbatches and slices: the rows of each, on which all values of a batch must agree.
 
 Contexts, images or documents, some for each microbatch, come as a `PreSplit` beside tensors with a row for each sample.
-They may add up to the rows of the batch, by chance, in one step of many. So a `PreSplit` decides how tensors are cut
-only as the first input, or as the target where a rank has no input. As anything else it must have the rows that these
-say, or be marked to have none that count.
+They may add up to the rows of the batch, by chance, in one step of many: hence the rule of `PreSplit` for its rows.
 """
 
 from collections.abc import Sequence

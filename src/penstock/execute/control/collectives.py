@@ -1,9 +1,5 @@
 """`Control`: the collective of a pipeline's ranks, made of messages between their hosts.
 
-    all_gather_object   every rank's value on every rank
-    together            every rank's result of what all do, or an error on every rank if it fails on any
-    on_rank_0           the same of what rank 0 does alone
-
 Why not the backend's own: their deadline is fixed when a group is created, and a stuck one blocks the group's end. Here
 every wait has the deadline of the moment.
 

@@ -1,9 +1,4 @@
-"""Compares fields that must be equal on all ranks, in the handshake of a construction and in each step.
-
-require_equal           compares, field by field; a step is compared by it too (`agreement.py`)
-settings, LocalFacts    what a rank says when it has built its layers
-AgreedFacts             what all ranks know then
-"""
+"""Compares fields that must be equal on all ranks, in the handshake of a construction and in each step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields

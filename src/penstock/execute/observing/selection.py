@@ -1,14 +1,6 @@
 """Which observers look at the steps of a pipeline, as its options and calls ask for (part 4 of a step); see `Observer`.
 
-    buffers     has the step changed a buffer that several ranks hold; only where there is one
-    declared    debug="values": does each call take and leave what its row declares
-    values      debug="values": are all values finite, and all copies equal
-    messages    debug="messages" or "values": does each message say what is expected
-    ranges      ranges=True: names for profilers
-    own         observers=[...]
-    outermost   run_ahead=N: how far the host may be ahead of its device
-
-Those of one step (a recording, the memory report, a look at all values, the log of messages) come before all of these.
+Those of one step (a recording, the memory report, a look at all values, the log of messages) come before all others.
 """
 
 from collections.abc import Sequence

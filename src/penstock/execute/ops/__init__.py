@@ -2,10 +2,6 @@
 
 A handler makes the calls of one row, once per program: each wait is a call of its own, then comes the work. It is the
 only code that knows what its operation does. `compile/` finds it here and runs it for the rows of a rank.
-
-    passes.py        forwards, backwards and their parts; what they keep moves to the host and back
-    parameters.py    weights are gathered and freed, gradients reduced, the optimizer steps
-    messages.py      sends and receives
 """
 
 from collections.abc import Mapping

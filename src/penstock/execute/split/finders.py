@@ -1,12 +1,5 @@
 """The table of finders: who is asked, at each node of a graph, whether weight gradients can wait for W there.
 
-Each finder is in a file of its own, which knows none of the others. Weight gradients wait
-
-    behind products of activations and weights               products
-    behind compiled blocks                                   compiled_block
-    behind custom functions that ask which half is wanted    custom_function
-    in branches of the graph that are made of weights alone  weight_branch
-
 Layers that compute their weight gradients by themselves are not found in the graph: they hand a function over in I
 (own_weight_gradients).
 """

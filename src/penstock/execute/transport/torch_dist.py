@@ -48,10 +48,8 @@ _MESH = "mesh"
 class TorchTransport(OverLinks):
     """The rank of a process in a group of torch.distributed; peers are counted within that group.
 
-    All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL. Between
-    CPUs of one host messages go past gloo (`sockets.py`) unless `is_direct` is False; where all do, there is no gloo.
-    `on_close` is called once, by the first `close`. `has_sums`: whether `post_exchange` is called, on accelerators.
-    Raises: DeadlineExceeded if a rank of the group does not come, PipelineError if there is no group.
+    All ranks of the group make their transports in the same order. A CPU device means gloo, a CUDA device NCCL; where
+    all messages go between CPUs of one host (`sockets.py`), there is no gloo.
     """
 
     def __init__(
