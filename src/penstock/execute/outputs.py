@@ -37,20 +37,18 @@ def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: in
 
 def merged_outputs(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:
     """Put the outputs of a step together: of the slices of a microbatch, then of microbatches; None without any."""
+    if not step.outputs:
+        return None
+    spec = merge_slices or partial(_join_slices, dim=slice_dim)
+    wholes = []
     try:
-        return _merged(step, merge, merge_slices, slice_dim) if step.outputs else None
+        for microbatch in range(step.losses.num_microbatches):
+            parts = [step.outputs[microbatch, index] for index in range(step.losses.num_slices)]
+            wholes.append(parts[0] if len(parts) == 1 else merge_outputs(parts, spec, part="slice"))
+        return merge_outputs(wholes, merge)
     except Exception as error:
         note_place(error, "the merge of the outputs")
         raise
-
-
-def _merged(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:
-    wholes = []
-    for microbatch in range(step.losses.num_microbatches):
-        parts = [step.outputs[microbatch, index] for index in range(step.losses.num_slices)]
-        spec = merge_slices or partial(_join_slices, dim=slice_dim)
-        wholes.append(parts[0] if len(parts) == 1 else merge_outputs(parts, spec, part="slice"))
-    return merge_outputs(wholes, merge)
 
 
 def _join_slices(values: list[Any], *, dim: int) -> Any:

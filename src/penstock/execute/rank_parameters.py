@@ -21,7 +21,7 @@ from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore,
 from penstock.execute.parameters.layout import ParameterLayout, StageParts
 from penstock.execute.parameters.sharded import Sharded, ShardGradients
 from penstock.execute.parameters.summed import Summed
-from penstock.execute.parameters.tied import TiedCopy, described_copies, require_equal_kinds
+from penstock.execute.parameters.tied import described_copies, require_equal_kinds
 from penstock.execute.replicas.early import early_rows
 from penstock.execute.replicas.exchanges import exchanges_of
 from penstock.execute.replicas.first_replica import share_all
@@ -167,8 +167,13 @@ class RankParameters:
             self._module_parameters.refresh()
             for copy in self.copies.values():
                 copy.refuse_hooks()
-            if not self.is_synced and self.sums_tied:
-                _require_whole_sums(self.copies, self.reduce_stage)
+            if not self.is_synced and self.sums_tied and self.copies and self.reduce_stage is not None:
+                raise ConfigError(
+                    "no_sync() does not go with reduce_stage and parameters that are tied over ranks: while a step "
+                    "runs, their gradients of the steps before are set aside, so reduce_stage would not see them. "
+                    "Average in every step, or average after the last step instead of in reduce_stage",
+                    key="reduce_stage",
+                )
         except PenstockError as error:
             return error
         return None
@@ -294,13 +299,3 @@ def units_of(reports: Sequence[SetupReport]) -> Units:
 def _parameters(stages: Iterable[Stage]) -> list[nn.Parameter]:
     """Return the parameters that some stages hold now, each once."""
     return list({id(param): param for stage in stages for param in stage.parameters()}.values())
-
-
-def _require_whole_sums(copies: Mapping[int, TiedCopy], reduce_stage: Callable[[int], None] | None) -> None:
-    if copies and reduce_stage is not None:
-        raise ConfigError(
-            "no_sync() does not go with reduce_stage and parameters that are tied over ranks: while a step runs, "
-            "their gradients of the steps before are set aside, so reduce_stage would not see them. Average in "
-            "every step, or average after the last step instead of in reduce_stage",
-            key="reduce_stage",
-        )
