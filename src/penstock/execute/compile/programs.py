@@ -1,6 +1,7 @@
 """`CompiledPrograms`: what the modes of a pipeline run on one rank, each compiled when it first runs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from penstock.execute.compile.features import compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
@@ -20,19 +21,17 @@ Key = tuple[Mode, int, int]
 """A mode, the number of its microbatches, and the most that a replica has."""
 
 
+@dataclass(eq=False)
 class CompiledPrograms:
     """The programs of one rank, looked at by observers in every step; what a mode runs is asked once."""
 
-    def __init__(
-        self, session: Session, messenger: Messenger, observers: Sequence[Observer], longest_wait_s: float
-    ) -> None:
-        """`longest_wait_s` is how long a step of another rank of this process may keep the generators."""
-        self._session = session
-        self._messenger = messenger
-        self._observers = observers
-        self._longest_wait_s = longest_wait_s
-        self._compiled: dict[Key, CompiledProgram] = {}
-        self._active: Program | None = None
+    _session: Session
+    _messenger: Messenger
+    _observers: Sequence[Observer]
+    _longest_wait_s: float
+    """Seconds that a step of another rank of this process may keep the generators."""
+    _compiled: dict[Key, CompiledProgram] = field(default_factory=dict)
+    _active: Program | None = None
 
     def of(self, mode: Mode, num_microbatches: int, most_microbatches: int | None = None) -> CompiledProgram:
         """Return the compiled program of a mode; errors describe rows by this program from now on.
