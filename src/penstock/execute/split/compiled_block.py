@@ -197,11 +197,7 @@ class CompiledBlock(DeferredNode):
         self.node, self._reached_nodes = None, []
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Run the weight half; return the gradients of the weights, one per root, and release everything.
-
-        Raises:
-            PipelineError: what it needs has been changed in place since the backward ran.
-        """
+        """Run the weight half."""
         subject = "a tensor of shape {shape} that a compiled block keeps for its weight gradients was"
         return self.halves.run_weight_half([*self.take_operands(subject)])
 

@@ -133,7 +133,10 @@ class DeferredNode:
         self.node = None
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Compute the gradients, one per root, and release everything."""
+        """Compute the gradients, one per root, and release everything.
+
+        Raises: PipelineError, where something that was kept has been changed in place since I ran.
+        """
         raise AssertionError("each kind has its own")
 
 

@@ -68,11 +68,6 @@ class Product(DeferredNode):
         self.hold([gradients[0], *saved_operands], unchanging=[gradients[0], saved_operands[0]])
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Compute the gradients, one per root, and release everything.
-
-        Raises:
-            PipelineError: if the activations or the gradient of the output have been changed in place since I ran.
-        """
         operands = self.take_operands(
             "activations of shape {shape}, which a layer multiplied by its weights, or the gradient of their product, "
             "were"
