@@ -51,11 +51,7 @@ def require_slices(schedule: Schedule | Program, num_slices: int | None) -> None
 
 
 def require_schedule(schedule: Any) -> None:
-    """Make sure that a schedule is a name, a `Schedule`, a `Program` or the path of a file.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Make sure that a schedule is a name, a `Schedule`, a `Program` or the path of a file. Raises: ConfigError."""
     is_right = isinstance(schedule, str | Path | Schedule | Program)
     advice = ". penstock.build(function, ranks=..., microbatches=...) makes a schedule of a function"
     expected = f"a name, a Schedule, a Program, or the path of a file{advice if callable(schedule) else ''}"
@@ -63,11 +59,7 @@ def require_schedule(schedule: Any) -> None:
 
 
 def require_split(split: Any) -> None:
-    """Make sure that a split is a list of whole numbers.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Make sure that a split is a list of whole numbers. Raises: ConfigError."""
     if split is None:
         return
     if isinstance(split, str) or not _is_list(split):
@@ -94,11 +86,7 @@ def require_loss(loss: Any) -> None:
 
 
 def require(key: str, value: Any, is_right: bool, expected: str) -> None:
-    """Make sure that an option is what it is expected to be.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Make sure that an option is what it is expected to be. Raises: ConfigError."""
     if not is_right:
         raise ConfigError(f"{described(value)}; expected {expected}", key=key)
 
