@@ -1,6 +1,6 @@
 """Loading a checkpoint into any number of ranks and replicas, schedule and split: a rank reads what it holds."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,9 @@ class _Reader:
             for name, parameter in pipeline.named_parameters()
         }
         """The parameters of this rank and what it holds of them, by name in the checkpoint."""
+        saved_state = {} if optimizer is None or self._manifest.optimizer is None else self._manifest.optimizer.state
+        self._state_entries = {name: saved_state[name].tensors for name in self._parameters if name in saved_state}
+        """The saved tensors of this rank's optimizer, by parameter, then by the optimizer's name."""
         self._scalars = _scalars(checkpoint.manifest)
         self._names = {id(parameter): name for name, (parameter, _) in self._parameters.items()}
         """Names in the checkpoint, by id of a parameter."""
@@ -157,11 +160,12 @@ class _Reader:
         """Return this rank's tensors, or its rows of them, by their names in files. Raises: CheckpointError."""
         entries = {name: self._manifest.weights[name] for name in self._weights.saved_names.values()}
         rows = self._weights.rows()
-        for name, key, entry in self._state_entries():
-            entries[f"{name}{SEPARATOR}{key}"] = entry
-            parameter_tensor = self._parameters[name][1]
-            if parameter_tensor.rows is not None and self._is_shared_out_as(parameter_tensor, key, entry):
-                rows[f"{name}{SEPARATOR}{key}"] = parameter_tensor.rows
+        for name, state_entries in self._state_entries.items():
+            _, parameter_tensor = self._parameters[name]
+            for key, entry in state_entries.items():
+                entries[f"{name}{SEPARATOR}{key}"] = entry
+                if parameter_tensor.rows is not None and self._is_shared_out_as(parameter_tensor, key, entry):
+                    rows[f"{name}{SEPARATOR}{key}"] = parameter_tensor.rows
         return read_files({name: self._path / entry.file for name, entry in entries.items()}, rows)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -185,25 +189,14 @@ class _Reader:
 
         `tensors` are those that were read, by name in files.
         """
-        optimizer_entry = self._manifest.optimizer
-        saved_state = {} if optimizer_entry is None else optimizer_entry.state
-        state: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters if name in saved_state}
-        for name, key, entry in self._state_entries():
+        state: dict[str, dict[str, Tensor]] = {}
+        for name, state_entries in self._state_entries.items():
             parameter, parameter_tensor = self._parameters[name]
-            tensor = tensors[f"{name}{SEPARATOR}{key}"]
-            if self._is_shared_out_as(parameter_tensor, key, entry):
-                tensor = distributed_like(parameter, tensor)
-            state[name][key] = tensor
+            state[name] = {key: tensors[f"{name}{SEPARATOR}{key}"] for key in state_entries}
+            for key, entry in state_entries.items():
+                if self._is_shared_out_as(parameter_tensor, key, entry):
+                    state[name][key] = distributed_like(parameter, state[name][key])
         return state
-
-    def _state_entries(self) -> Iterator[tuple[str, str, TensorEntry]]:
-        """Yield each saved tensor of this rank's optimizer: parameter's name, optimizer's name, entry."""
-        optimizer_entry = self._manifest.optimizer
-        if self._optimizer is None or optimizer_entry is None:
-            return
-        for name in self._parameters:
-            if name in optimizer_entry.state:
-                yield from ((name, key, entry) for key, entry in optimizer_entry.state[name].tensors.items())
 
     def _is_shared_out_as(self, parameter_tensor: LocalTensor, key: str, entry: TensorEntry) -> bool:
         """Whether an optimizer's tensor has an element for each of its parameter, and thus the same rows here."""
