@@ -196,7 +196,7 @@ def require_cut(proposals: Sequence[StepProposal], agreed: AgreedStep, names: Ra
     for rank, proposal in enumerate(proposals):
         reason = dict(map(tuple, proposal.uncut_rows)).get(num_rows)
         if reason and len(agreed.sizes) > 1:
-            raise StepRefused(f"{names[rank]} refuses the step: {reason}", rank=names.numbers[rank])
+            raise refused({rank: (reason, False)}, names)
 
 
 def digest(text: str) -> int:
