@@ -21,13 +21,11 @@ kernels that share a GPU, or drivers.
     nccl.py        communicators
     rank_threads.py    ranks as threads of one process; `communicator()`
     failing_steps.py   steps that fail, for test_failures.py
-    lost_ranks.py      processes of which one is killed, for test_lost_ranks.py
     kept_process.py    that process, one per process of pytest
     rank_processes.py  ranks as processes, for what only they show
     pipelines.py       pipelines of rank threads, and what they train
-    timed_pipelines.py steps on the simulated clock, with what computations, messages, hosts and data take
-    held_memory.py     steps whose every byte is accounted for, for test_held_memory.py
-    planted.py         a sample of planted faults; planting.py plants them, planted_scenarios.py has their scenarios
+    timed_pipelines.py steps on the simulated clock, with what computations, messages and reductions take
+    planting.py        replaces a name of the process while ranks run
     scenarios.py   what the fixture `emulated` of conftest.py gives
 
 How to write a scenario: a function at the top of a test module, `f(rank, num_ranks, *arguments)`, whose arguments and
@@ -47,7 +45,7 @@ result travel by pickle. It runs in a thread per rank. Rank r's tensors belong o
         assert emulated.run(_double, policy=policy, seed=seed) == [[2.0] * 4]
 
 `emulated.run` fails on any report, error or hang. `emulated.attempt` returns an Outcome with the reports, for faults
-that are planted; look at their `kind`, `operations` and `text`. Every scenario begins with empty queues and pools.
+of a scenario; look at their `kind`, `operations` and `text`. Every scenario begins with empty queues and pools.
 A clean run of code that never ran says nothing: return counts, or look at `Outcome.host_waits`.
 
 Limits. What the host does is seen where it touches pinned memory, frees, launches and waits. Threads of one rank count

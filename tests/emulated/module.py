@@ -2,7 +2,6 @@
 
 import torch
 
-from tests.emulated.kernels import DEVICE
 from tests.emulated.runtime import RUNTIME
 
 NUM_DEVICES = 8
@@ -40,26 +39,6 @@ class DeviceModule:
     def get_device_name(self, device=None):
         return "emulated device"
 
-    # ---- streams
-
-    def synchronize(self, device=None):
-        torch.accelerator.synchronize(_index(device))
-
-    def current_stream(self, device=None):
-        return torch.accelerator.current_stream(_index(device))
-
-    def set_stream(self, stream):
-        torch.accelerator.set_stream(stream)
-
-    def stream(self, stream):
-        return stream  # torch.Stream is a context
-
-    def Stream(self, device=None, priority=0):  # noqa: N802  # torch's name
-        return torch.Stream(device=torch.device(DEVICE, _index(device)), priority=priority)
-
-    def Event(self, enable_timing=False):  # noqa: N802  # torch's name
-        return torch.Event(DEVICE, enable_timing=enable_timing)
-
     # ---- random numbers
 
     def manual_seed(self, seed):
@@ -74,26 +53,6 @@ class DeviceModule:
 
     def set_rng_state(self, state, device=None):
         self.default_generators[_index(device)].set_state(state)
-
-    # ---- memory
-
-    def memory_allocated(self, device=None):
-        return torch.accelerator.memory_allocated(_index(device))
-
-    def max_memory_allocated(self, device=None):
-        return torch.accelerator.max_memory_allocated(_index(device))
-
-    def memory_reserved(self, device=None):
-        return torch.accelerator.memory_reserved(_index(device))
-
-    def max_memory_reserved(self, device=None):
-        return torch.accelerator.max_memory_reserved(_index(device))
-
-    def reset_peak_memory_stats(self, device=None):
-        torch.accelerator.reset_peak_memory_stats(_index(device))
-
-    def empty_cache(self):
-        torch.accelerator.empty_cache()
 
 
 def _index(device):

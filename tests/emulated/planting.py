@@ -1,4 +1,4 @@
-"""Replaces one name of a running process, for faults that are planted, and gives it back."""
+"""Replaces one name of a running process, and gives it back."""
 
 import threading
 from collections import Counter

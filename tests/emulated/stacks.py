@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 MOST_FRAMES = 6
 MOST_SKIPPED = 60
 """How far below torch's and the device's own frames the walk looks for one of the user's."""
-OF_SCENARIOS = ("test_", "planted", "pipelines")
+OF_SCENARIOS = ("test_", "pipelines")
 """How the files of this folder begin that are the user's; the others are the device."""
 LIBRARIES = (threading.__file__, *(f"{package.__path__[0]}/" for package in (torch, concurrent, multiprocessing)), "<")
 """How the names of files begin that are nobody's here; code that was made from a text has a name in brackets."""

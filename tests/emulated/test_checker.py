@@ -12,11 +12,14 @@ pytestmark = pytest.mark.emulated
 all_policies = pytest.mark.parametrize(("policy", "seed"), POLICIES)
 
 
-def _read_on_another_stream(rank, num_ranks, order):
+def _use_on_another_stream(rank, num_ranks, order, writes=False):
     side = torch.Stream("emu")
     values = torch.zeros(4, device="emu")
     torch.accelerator.synchronize()
     values.fill_(7.0)
+    if writes:
+        torch.accelerator.synchronize()
+        doubled = values * 2
     if order == "event":
         event = torch.Event("emu")
         event.record()
@@ -29,49 +32,31 @@ def _read_on_another_stream(rank, num_ranks, order):
         side.wait_event(early := torch.Event("emu"))  # never recorded, so there is nothing to wait for
         del early
     with side:
-        found = (values * 2).cpu().tolist()
+        found = values.zero_() if writes else (values * 2).cpu().tolist()
     torch.accelerator.current_stream().wait_stream(side)
-    return found
+    return doubled.cpu().tolist() if writes else found
 
 
 @all_policies
+@pytest.mark.parametrize("writes", [False, True], ids=["a read", "a write behind a read"])
 @pytest.mark.parametrize("order", ["event", "stream", "host"])
-def test_an_ordered_read_is_right_and_silent(emulated, policy, seed, order):
-    assert emulated.run(_read_on_another_stream, order, policy=policy, seed=seed) == [[14.0] * 4]
+def test_an_ordered_access_is_right_and_silent(emulated, policy, seed, order, writes):
+    assert emulated.run(_use_on_another_stream, order, writes, policy=policy, seed=seed) == [[14.0] * 4]
 
 
 @all_policies
+@pytest.mark.parametrize("writes", [False, True], ids=["a read", "a write behind a read"])
 @pytest.mark.parametrize("order", ["nothing", "early event"])
-def test_a_missing_wait_is_found_with_both_lines(emulated, policy, seed, order):
-    outcome = emulated.attempt(_read_on_another_stream, order, policy=policy, seed=seed)
+def test_a_missing_wait_is_found_with_both_lines(emulated, policy, seed, order, writes):
+    outcome = emulated.attempt(_use_on_another_stream, order, writes, policy=policy, seed=seed)
 
     (report,) = outcome.reports
     assert report.kind == UNORDERED
-    assert report.operations == ("fill_.Scalar", "mul.Tensor")
+    assert report.operations == (("mul.Tensor", "zero_.default") if writes else ("fill_.Scalar", "mul.Tensor"))
     assert "stream 0 of emu:0" in report.text
     assert "stream 1 of emu:0" in report.text
     assert report.text.count("tests/emulated/test_checker.py:") == 2
-    assert report.text.count("_read_on_another_stream") == 2
-
-
-def _write_on_another_stream(rank, num_ranks, order):
-    values = torch.ones(4, device="emu")
-    torch.accelerator.synchronize()
-    doubled = values * 2
-    side = torch.Stream("emu")
-    if order == "waits":
-        side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        values.zero_()
-    torch.accelerator.current_stream().wait_stream(side)
-    return doubled.cpu().tolist()
-
-
-def test_a_write_behind_a_read_is_found_unless_it_waits(emulated):
-    assert emulated.run(_write_on_another_stream, "waits") == [[2.0] * 4]
-
-    (report,) = emulated.attempt(_write_on_another_stream, "nothing").reports
-    assert (report.kind, report.operations) == (UNORDERED, ("mul.Tensor", "zero_.default"))
+    assert report.text.count("_use_on_another_stream") == 2
 
 
 def _write_other_halves(rank, num_ranks, begin):
@@ -125,29 +110,6 @@ def test_memory_freed_while_another_stream_uses_it_or_reused_too_early_is_found(
     assert freed.text.count("tests/emulated/test_checker.py:") == 2
     assert outcome.kinds() == [FREED, REUSED]
     assert ("mul.Tensor", "fill_.Scalar") in [report.operations for report in outcome.reports if report.kind == REUSED]
-
-
-def _backward_on_a_side_stream(rank, num_ranks, waits):
-    main, side = torch.accelerator.current_stream(), torch.Stream("emu")
-    layer = torch.nn.Linear(4, 4).to("emu")
-    values = torch.ones(2, 4, device="emu")
-    side.wait_stream(main)
-    with side:
-        made = layer(values)
-    if waits:
-        main.wait_stream(side)
-    made.sum().backward()  # autograd lets main wait for what ran on side
-    main.wait_stream(side)
-    gradients = [parameter.grad.cpu().tolist() for parameter in layer.parameters()]
-    del made
-    return gradients
-
-
-def test_a_backward_runs_on_the_stream_of_its_forward_whose_missing_wait_is_found(emulated):
-    assert emulated.run(_backward_on_a_side_stream, True) == [[[[2.0] * 4] * 4, [2.0] * 4]]
-
-    outcome = emulated.attempt(_backward_on_a_side_stream, False)
-    assert ("addmm.default", "sum.dim_IntList") in [report.operations for report in outcome.reports]
 
 
 _shared = {"both": threading.Barrier(2, timeout=20.0)}

@@ -1,11 +1,130 @@
 """What a memory report counts is what the device's allocator has given out, and its prediction the allocator's peak."""
 
-import pytest
+from dataclasses import dataclass
 
-from penstock.execute.observing.rank_memory import Moment
-from tests.emulated.held_memory import NUM_MICROBATCHES, Held, look_at_memory
+import pytest
+import torch
+from torch import nn
+
+from penstock.execute.accelerator import allocator_bytes
+from penstock.execute.batch.admission import StepRequest
+from penstock.execute.control.agreement import Mode
+from penstock.execute.observing.memory_report import MemoryWatch
+from penstock.execute.observing.rank_memory import Moment, RankMemory
+from penstock.execute.transport.device_queue import device_queue_of
+from penstock.pipeline import Pipeline
+from penstock.schedules import build
+from tests.emulated.pipelines import DRAWING, transport_of
+from tests.emulated.runtime import RUNTIME
 
 pytestmark = pytest.mark.emulated
+
+WIDTH, ROWS = 128, 16  # of a microbatch
+NUM_MICROBATCHES = 4
+LAYERS_PER_RANK = 20
+"""So many that what one of them takes and gives back is little beside what a rank holds."""
+NUMBER_BYTES = 8 * NUM_MICROBATCHES
+"""The losses of a step have at most so many; they are left out."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A training whose memory is looked at."""
+
+    family: str
+    num_ranks: int
+    run_ahead: int | None = 2
+
+    def __str__(self):
+        return f"{self.family}, {self.num_ranks} ranks, run_ahead={self.run_ahead}"
+
+
+@dataclass
+class Looked:
+    """What one rank has found."""
+
+    differences: list
+    """Look by look, the bytes that the allocator has given out and that neither report nor optimizer has."""
+    own: RankMemory
+    predicted_bytes: int
+    peak_bytes: int
+    """The most that the allocator has given out in a step without a report."""
+    input_bytes: int
+    target_bytes: int
+
+
+class Shifted(nn.Module):
+    """A product whose bias is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, hidden):
+        return torch.tanh(nn.functional.linear(hidden, self.weight, self.shift))
+
+
+class AllocatorLook(MemoryWatch):
+    """Notes at each look what the allocator has given out, without what it rounds up, and the report does not have."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.not_counted = []
+
+    def _sample(self, step):
+        found = super()._sample(step)
+        blocks = blocks_of(self.device)
+        rounded_up = sum(block.size - block.requested for block in blocks)
+        numbers = sum(block.requested for block in blocks if block.requested <= NUMBER_BYTES)
+        asked_for = allocator_bytes(self.device).allocated - rounded_up - numbers
+        self.not_counted.append(asked_for - found.counted_bytes)
+        return found
+
+
+def distance(output, target):
+    return (output * target.float()).sum()
+
+
+def blocks_of(device):
+    with RUNTIME.lock:
+        return [block for block in RUNTIME.memory.live.values() if block.queue.device == device.index]
+
+
+def look_at_memory(rank, num_ranks, held):
+    device = torch.device("emu", rank)
+    transport = transport_of(rank, num_ranks, device)
+    with DRAWING:
+        torch.manual_seed(0)
+        layers = [Shifted() for _ in range(LAYERS_PER_RANK * num_ranks)]
+    schedule = build(held.family, ranks=num_ranks, microbatches=NUM_MICROBATCHES)
+    pipeline = Pipeline(
+        layers, schedule, loss=distance, transport=transport, device=device, run_ahead=held.run_ahead,
+        frees_other_stages=False,
+    )  # fmt: skip
+    try:
+        return _looked(pipeline, transport, device)
+    finally:
+        pipeline.close()
+
+
+def _looked(pipeline, transport, device):
+    optimizer = torch.optim.AdamW(pipeline.parameters(), foreach=False)
+    inputs = torch.ones(NUM_MICROBATCHES * ROWS, WIDTH, device=device)
+    target = torch.zeros(NUM_MICROBATCHES * ROWS, WIDTH, dtype=torch.float64, device=device)
+    pipeline.step(inputs, target=target)
+    optimizer.step()
+    report = pipeline.memory_report(inputs, target=target, optimizer=optimizer)
+    look = AllocatorLook(pipeline.stages, device, optimizer, device_queue_of(transport), pipeline._session.parameters)
+    pipeline._runner.run(Mode.TRAIN, StepRequest((inputs,), {}, target), look)
+    torch.accelerator.reset_peak_memory_stats(device)
+    pipeline.step(inputs, target=target)
+    peak_bytes = allocator_bytes(device, peak=True).allocated
+    optimizer_bytes = look.memory(transport.rank).optimizer_bytes
+    differences = [each - optimizer_bytes for each in look.not_counted]
+    own, predicted_bytes = report.ranks[transport.rank], report.predicted_bytes[transport.rank]
+    return Looked(differences, own, predicted_bytes, peak_bytes, inputs.nbytes, target.nbytes)
+
 
 CELLS = [
     Held("1f1b", 3, 2),

@@ -62,22 +62,3 @@ def test_a_scenario_that_does_not_end_or_ends_its_process_is_named_and_the_next_
 
     ((after, *_),) = emulated.run(_process, "")
     assert before != after
-
-
-class Interrupted(BaseException):
-    """Stands for Ctrl-C, or for the time limit of a test."""
-
-
-@pytest.mark.slow
-def test_an_answer_to_an_interrupted_run_is_not_taken_for_the_next_one(emulated, kept_process, monkeypatch):
-    def interrupt(connection, timeout_s):
-        raise Interrupted
-
-    emulated.run(_process, "first")
-    with monkeypatch.context() as patch:
-        patch.setattr(type(kept_process._connection), "poll", interrupt)
-        with pytest.raises(Interrupted):
-            emulated.run(_process, "second")
-
-    ((_, _, _, given, _),) = emulated.run(_process, "third")
-    assert given == "third"

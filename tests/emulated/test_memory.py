@@ -41,41 +41,36 @@ def test_figures_are_exact_to_the_byte(emulated):
     ]
 
 
-def _addresses(rank, num_ranks, size, on_side):
-    side = torch.Stream("emu")
+def _is_reused(rank, num_ranks, size, user):
+    main, side = torch.accelerator.current_stream(), torch.Stream("emu")
     values = torch.empty(128, device="emu")
     address = values.data_ptr()
-    del values
-    if on_side:
+    if user in ("recorded", "passed"):
+        side.wait_stream(main)
         with side:
-            return torch.empty(size, device="emu").data_ptr() == address
-    return torch.empty(size, device="emu").data_ptr() == address
+            slow(values, 1.0)
+        values.record_stream(side)
+    del values
+    assert torch.accelerator.memory_allocated() == 0
+    if user == "passed":
+        side.synchronize()
+    with side if user == "another" else main:
+        return torch.empty(size, device="emu").data_ptr() == address
 
 
 @pytest.mark.parametrize(
-    ("size", "on_side", "is_same"), [(128, False, True), (1, False, True), (129, False, False), (128, True, False)]
+    ("size", "user", "is_reused"),
+    [
+        (128, "none", True),
+        (1, "none", True),
+        (129, "none", False),
+        (128, "another", False),
+        (128, "recorded", False),
+        (128, "passed", True),
+    ],
 )
-def test_memory_is_reused_by_the_same_stream_and_size_only(emulated, size, on_side, is_same):
-    assert emulated.run(_addresses, size, on_side) == [is_same]
-
-
-def _held_back(rank, num_ranks, does_pass):
-    side, values = torch.Stream("emu"), torch.zeros(128, device="emu")
-    address = values.data_ptr()
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        slow(values, 1.0)
-    values.record_stream(side)
-    del values
-    allocated = torch.accelerator.memory_allocated()
-    if does_pass:
-        side.synchronize()
-    return torch.empty(128, device="emu").data_ptr() == address, allocated
-
-
-@pytest.mark.parametrize("does_pass", [False, True])
-def test_record_stream_holds_memory_back_until_the_stream_has_passed(emulated, does_pass):
-    assert emulated.run(_held_back, does_pass, policy="lazy") == [(does_pass, 0)]
+def test_memory_is_reused_by_its_stream_and_size_once_recorded_streams_have_passed(emulated, size, user, is_reused):
+    assert emulated.run(_is_reused, size, user, policy="lazy") == [is_reused]
 
 
 _kept = []

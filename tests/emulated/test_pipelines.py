@@ -4,7 +4,6 @@ The cells cover all pairs of a family with a feature, of either with `run_ahead`
 """
 
 from contextlib import contextmanager
-from itertools import combinations
 
 import pytest
 import torch
@@ -37,23 +36,6 @@ def cells():
         ranks = NUM_RANKS[(row + 2 * column + turn + row // 3) % 3]
         found.append(Cell(family, feature, ranks, ahead))
     return found
-
-
-def values_of(cell):
-    return (cell.family, cell.feature, cell.num_ranks, cell.run_ahead)
-
-
-def test_all_pairs_of_values_meet_in_some_cell():
-    met = {pair for cell in cells() for pair in combinations(enumerate(values_of(cell)), 2)}
-    axes = [FAMILIES, OF_ALL, NUM_RANKS, RUN_AHEAD]
-    wanted = {
-        ((first, a), (second, b))
-        for (first, own), (second, others) in combinations(enumerate(axes), 2)
-        for a in own
-        for b in others
-    }
-
-    assert wanted - met == set()
 
 
 class AtFirstBackward(Observer):

@@ -107,20 +107,3 @@ def test_a_hang_is_reported_with_the_head_of_the_queue_and_not_waited_for(emulat
     assert report.kind == HANG
     assert "head of stream 0 of emu:0: never, launched at tests/emulated/test_queues.py:" in report.text
     assert "host of rank 0 waits" in report.text
-
-
-def _random_order(rank, num_ranks):
-    streams = [torch.Stream("emu") for _ in range(3)]
-    order = []
-    for number in range(12):
-        queue = RUNTIME.queues.of(0, streams[number % 3].stream_id)
-        RUNTIME.launch(queue, "note", lambda number=number: order.append(number))
-    torch.accelerator.synchronize()
-    return order
-
-
-def test_random_repeats_with_its_seed(emulated):
-    orders = [emulated.run(_random_order, policy="random", seed=seed)[0] for seed in (1, 1, 2)]
-
-    assert orders[0] == orders[1] != orders[2]
-    assert all([n for n in order if n % 3 == 0] == [0, 3, 6, 9] for order in orders)

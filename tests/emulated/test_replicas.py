@@ -30,15 +30,9 @@ def run(emulated, num_ranks, num_replicas, kind, options, policy="lazy", seed=0)
         (3, 3, {"norm": True}),
         (4, 2, {"shard": "optimizer", "fails": True}),
         (4, 2, {"shard": "full", "schedule": "zbv", "residency": 1, "run_ahead": 2}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (4, 2, {"schedule": "zbv"}),
-                (4, 2, {"run_ahead": 2, "norm": True}),
-                (4, 2, {"fails": True}),
-                (2, 2, {"shard": "full", "residency": 1, "norm": True}),
-            ]
-        ),
+        pytest.param(4, 2, {"schedule": "zbv", "run_ahead": 2, "norm": True}, marks=pytest.mark.slow),
+        pytest.param(4, 2, {"fails": True}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"shard": "full", "residency": 1, "norm": True}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), pytest.param("random", 7, marks=pytest.mark.slow)])

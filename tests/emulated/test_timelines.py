@@ -10,7 +10,6 @@ from penstock.ir.collectives import REDUCES_REPLICAS
 from penstock.ir.operations import IS_RECEIVE, IS_SEND, Op
 from penstock.simulation import simulate
 from penstock.simulation.message_latency import Transfers
-from tests.emulated.scenarios import POLICIES
 from tests.emulated.timed_pipelines import MESSAGE_BYTES, Plan, timed_step
 
 pytestmark = pytest.mark.emulated
@@ -65,8 +64,8 @@ def predicted_of(program, costs):
     return simulate(replace(program, joined=np.zeros_like(program.joined)), costs)
 
 
-def run(emulated, plan, **options):
-    return emulated.run(timed_step, plan, num_ranks=plan.num_ranks, timeout_s=60, **options)
+def run(emulated, plan):
+    return emulated.run(timed_step, plan, num_ranks=plan.num_ranks, timeout_s=60)
 
 
 def aligned(timeline):
@@ -112,19 +111,6 @@ def test_overlapped_pairs_on_two_streams_take_as_long_as_the_longer_of_the_two(e
     assert timeline.program.joined.any()
     for found_s, expected_s in zip(aligned(timeline), aligned(predicted), strict=True):
         assert found_s[is_compute] == pytest.approx(expected_s[is_compute], abs=TOLERANCE * predicted.makespan_s)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("policy", "seed"), POLICIES[1:])
-def test_no_order_in_which_the_queues_run_changes_a_time(emulated, policy, seed):
-    plan = plan_of("interleaved-1f1b", TRANSFER_S)
-    expected = run(emulated, plan)[0].recorded
-
-    timeline = run(emulated, plan, policy=policy, seed=seed)[0].recorded
-
-    is_compute = timeline.program.is_compute
-    for found_s, expected_s in zip(aligned(timeline), aligned(expected), strict=True):
-        assert found_s[is_compute] == pytest.approx(expected_s[is_compute], abs=1e-9)
 
 
 @pytest.mark.feature("H3")

@@ -1,13 +1,12 @@
-"""Pipelines on the simulated clock: what computations, messages, hosts and data take is planted.
+"""Pipelines on the simulated clock: what computations, messages and reductions take is planted.
 
 The hosts of the ranks meet in control messages, which go past the device. Here each of these brings the simulated time
 of its sender along. Looks at messages take no time where nobody waits for the answer: ranks are threads, and one may be
 ahead in its steps but behind on the simulated clock, so what it is seen to have done may be in the future.
 """
 
-from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from penstock import Observer
 from penstock.execute.observing.clock import Clock
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.protocol import Tag
-from penstock.ir.measured import Prologue
 from penstock.ir.operations import IS_COMPUTE
 from penstock.ir.timeline import Timeline
 from tests.emulated.kernels import slow
@@ -99,22 +97,6 @@ class Plan:
     is_recorded: bool = True
     is_overlapped: bool = False
     """Whether the two of an overlapped pair run on two streams."""
-    has_blocking_reductions: bool = False
-    """Whether reductions hold their rank up; otherwise they have a stream of their own."""
-    launch_s: float = 0.0
-    """Of the host, before each computation."""
-    stalls_s: Mapping[str, float] = field(default_factory=dict)
-    """Of the host before single computations, by their text."""
-    stalls_inside_s: Mapping[tuple, float] = field(default_factory=dict)
-    """Of the host within the forward of a layer, by stage and microbatch."""
-    slow_s: Mapping[tuple, float] = field(default_factory=dict)
-    """What a forward takes longer on the device, likewise."""
-    data_s: Mapping[int, float] = field(default_factory=dict)
-    """What the first rank waits for the data of single microbatches."""
-    loading_s: Mapping[int, float] = field(default_factory=dict)
-    """What a rank waits for its batch, by rank."""
-    late_s: Mapping[int, float] = field(default_factory=dict)
-    """What a rank does between the steps, by rank."""
 
     def __str__(self):
         bandwidth = self.costs.bandwidth_bytes_per_s
@@ -127,8 +109,7 @@ class Timed:
 
     queued_s: list
     """When its host has queued each computation."""
-    recorded: Timeline | None = None
-    """With what this rank alone did before the step."""
+    recorded: Timeline | None
 
 
 class _Product(torch.autograd.Function):
@@ -139,7 +120,7 @@ class _Product(torch.autograd.Function):
         context.save_for_backward(values, weight)
         context.layer = layer
         made = values @ weight
-        slow(made, layer.next_forward_s())
+        slow(made, layer.forward_s)
         return made
 
     @staticmethod
@@ -164,40 +145,25 @@ class Paced(nn.Module):
         self.forward_s = costs.forward_s[stage]
         self.input_s, self.weight_s = costs.backward_input_s[stage], costs.backward_weight_s[stage]
         self.weight = nn.Parameter(torch.eye(WIDTH))
-        self._plan, self._stage, self._place = plan, stage, None
-
-    def begin_planted(self):
-        self._place = -1
-
-    def next_forward_s(self):
-        if self._place is None:
-            return self.forward_s
-        self._place += 1
-        key = self._stage, self._place
-        host_works(self._plan.stalls_inside_s.get(key, 0.0))
-        return self.forward_s + self._plan.slow_s.get(key, 0.0)
 
     def forward(self, values):
         return _Product.apply(values, self.weight, self)
 
 
-class HostWorks(Observer):
-    """Keeps the host busy before computations."""
+class QueuedAt(Observer):
+    """Notes when the host has queued each computation."""
 
-    def __init__(self, plan):
-        self._plan, self.is_planted = plan, False
+    is_noting = False
+
+    def __init__(self):
         self.queued_s = []
 
     def around(self, program, bound):
-        if bound.awaits is not None or not IS_COMPUTE[program.op[bound.row]]:
-            return None
-        seconds = self._plan.launch_s + self._plan.stalls_s.get(str(program.instruction(bound.row)), 0.0)
-        return lambda step: self._working(seconds)
+        return self._noting if bound.awaits is None and IS_COMPUTE[program.op[bound.row]] else None
 
     @contextmanager
-    def _working(self, seconds):
-        if self.is_planted:
-            host_works(seconds)
+    def _noting(self, step):
+        if self.is_noting:
             self.queued_s.append(host_now_s())
         yield
 
@@ -208,7 +174,7 @@ def timed_step(rank, num_ranks, plan):
     schedule = ps.build(plan.family, ranks=num_ranks, microbatches=plan.num_microbatches)
     with DRAWING:
         layers = [Paced(plan, stage) for stage in range(schedule.num_stages)]
-    host, group = HostWorks(plan), RankGroup(rank, num_ranks, store_of_scenario())
+    host, group = QueuedAt(), RankGroup(rank, num_ranks, store_of_scenario())
     pipeline = ps.Pipeline(
         layers,
         schedule,
@@ -221,28 +187,25 @@ def timed_step(rank, num_ranks, plan):
         data_warn_s=None,
         frees_other_stages=False,
         overlap=OnTwoStreams(device) if plan.is_overlapped else None,
-        **_collectives(plan, schedule.placement.stages_of_rank[rank], device),
+        **_collectives(costs, schedule.placement.stages_of_rank[rank], device),
     )
     for each in RUNTIME.communicators:
         each.latency_s, each.seconds_per_byte = 0.0, 1 / costs.bandwidth_bytes_per_s
     for _ in range(NUM_WARM_UPS):
-        _step(pipeline, plan, {})
+        _step(pipeline, plan)
     torch.accelerator.synchronize(device)
     pipeline.control.all_gather_object(None)  # from here on all hosts have one time
-    host.is_planted = True
-    for layer in layers:
-        layer.begin_planted()
-    moments_s = _planted_step(pipeline, plan)
-    found = Timed(host.queued_s, _recorded(pipeline, moments_s) if plan.is_recorded else None)
+    host.is_noting = True
+    _step(pipeline, plan, record=plan.is_recorded)
+    found = Timed(host.queued_s, pipeline.timeline)
     pipeline.close()
     return found
 
 
-def _collectives(plan, stages, device):
+def _collectives(costs, stages, device):
     """Reductions and an optimizer step that take their time on the device, where they take any."""
-    costs, values, options = plan.costs, torch.zeros(1, device=device), {}
-    own = torch.accelerator.current_stream(device)
-    lane = own if plan.has_blocking_reductions else torch.Stream(device)
+    values, options = torch.zeros(1, device=device), {}
+    own, lane = torch.accelerator.current_stream(device), torch.Stream(device)
 
     def reduce_stage(stage):
         lane.wait_stream(own)
@@ -260,36 +223,6 @@ def _collectives(plan, stages, device):
     return options
 
 
-def _step(pipeline, plan, data_s, *, record=False):
+def _step(pipeline, plan, *, record=False):
     batch = torch.ones(plan.num_microbatches, WIDTH, device=pipeline.device, requires_grad=True)
-    if plan.data_s:
-        pipeline.step(ps.Stream(_parts(batch, data_s)), record=record)
-    else:
-        pipeline.step(batch, target=batch.detach(), record=record)
-
-
-def _planted_step(pipeline, plan):
-    """Take the step; return when this rank was free for it, had its batch, and asked for it."""
-    rank = pipeline.rank
-    host_works(plan.late_s.get(rank, 0.0))
-    free_s = host_now_s()
-    host_works(plan.loading_s.get(rank, 0.0))
-    loaded_s = host_now_s()
-    _step(pipeline, plan, {} if rank else plan.data_s, record=plan.is_recorded)
-    return free_s, loaded_s, loaded_s
-
-
-def _recorded(pipeline, moments_s):
-    prologues = (Prologue(*map(pipeline.recording.from_own_clock, moments_s)),)
-    return replace(pipeline.timeline, step=NUM_WARM_UPS + 1, prologues=prologues)
-
-
-def recorded_of(ranks):
-    """Return the recorded step, with what each rank did before it."""
-    return replace(ranks[0].recorded, prologues=tuple(each.recorded.prologues[0] for each in ranks))
-
-
-def _parts(batch, data_s):
-    for number, row in enumerate(batch.detach().split(1)):
-        host_works(data_s.get(number, 0.0))
-        yield ps.Part(row.requires_grad_(), target=row.detach())
+    pipeline.step(batch, target=batch.detach(), record=record)

@@ -1,4 +1,4 @@
-"""Paths of Penstock on a queued device that no training of test_pipelines.py takes; each is silent as it is."""
+"""Paths of Penstock on a queued device that no training of test_pipelines.py takes: nothing is reported of them."""
 
 import tempfile
 import time
@@ -6,6 +6,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +26,8 @@ from tests.emulated.pipelines import DRAWING, transport_of
 from tests.emulated.planting import replaced
 from tests.emulated.rank_threads import communicator
 from tests.emulated.runtime import RUNTIME
+
+pytestmark = pytest.mark.emulated
 
 WIDTH, ROWS, NUM_MICROBATCHES = 4, 2, 4
 FORWARD_S, CLOCK_S = 0.5, 1e-3
@@ -193,3 +196,9 @@ SCENARIOS = (
     several_tensors, offloaded_activations, saved_checkpoints, checked_values, compared_clocks, state_of_all_ranks,
     exchanged_rows, reductions, an_allocation_beside_an_abort, measured_layers,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), pytest.param("random", 1, marks=pytest.mark.slow)])
+def test_nothing_is_reported_of_a_path_that_no_training_takes(emulated, policy, seed, scenario):
+    emulated.run(scenario, num_ranks=1 if scenario is measured_layers else 2, policy=policy, seed=seed)
