@@ -78,38 +78,22 @@ def register(monkeypatch, make, **options):
     dist.Backend.register_backend("made_up", make, devices=["hpu"], **options)
 
 
-def test_a_backend_that_was_registered_for_a_kind_of_device_is_made_by_its_own_function(monkeypatch):
+@pytest.mark.parametrize("takes_options", [False, True])
+def test_a_backend_that_was_registered_for_a_kind_of_device_is_made_by_its_own_function(monkeypatch, takes_options):
     def make(store, rank, num_ranks, timeout):
-        return store, rank, num_ranks, timeout
+        return rank, num_ranks, timeout, None
 
-    register(monkeypatch, make)
+    def make_with_options(options, of_backend):
+        return options.group_rank, options.group_size, options.timeout, of_backend
+
+    register(monkeypatch, make_with_options if takes_options else make, extended_api=takes_options)
     store, limit = dist.HashStore(), timedelta(seconds=3)
 
     found = undocumented_backends.device_backend(torch.device("hpu"), store, 1, 2, limit)
 
-    assert found == (store, 1, 2, limit)
+    assert found == (1, 2, limit, None)
     with pytest.raises(RuntimeError, match="this torch cannot carry messages between devices of kind 'mps' by gloo"):
         undocumented_backends.device_backend(torch.device("mps"), store, 1, 2, limit)
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
-def test_a_backend_of_nccl_can_be_made_without_a_group():
-    assert callable(dist.ProcessGroupNCCL.set_timeout)
-    assert callable(dist.ProcessGroupNCCL.Options)
-    names = ("send", "recv", "abort", "shutdown", "_group_end")
-    assert all(callable(getattr(dist.ProcessGroupNCCL, name)) for name in names)
-
-
-def test_a_backend_that_takes_options_gets_them(monkeypatch):
-    def make(options, of_backend):
-        return options.store, options.group_rank, options.group_size, options.timeout, of_backend
-
-    register(monkeypatch, make, extended_api=True)
-    store, limit = dist.HashStore(), timedelta(seconds=3)
-
-    _, *found = undocumented_backends.device_backend(torch.device("hpu"), store, 1, 2, limit)
-
-    assert found == [1, 2, limit, None]
 
 
 class Nccl:
@@ -139,17 +123,13 @@ def test_a_backend_of_nccl_has_no_watchdog_and_others_keep_theirs(monkeypatch, b
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
 
 
-def test_a_work_lets_the_stream_wait_or_the_host_and_may_have_a_result():
+def test_a_work_lets_the_stream_wait_or_the_host_and_may_have_a_result_and_nccl_needs_no_group():
     assert all(callable(getattr(dist.Work, name)) for name in ("is_completed", "block_current_stream", "wait"))
+    if dist.is_nccl_available():
+        names = ("Options", "set_timeout", "send", "recv", "abort", "shutdown", "_group_end")
+        assert all(callable(getattr(dist.ProcessGroupNCCL, name)) for name in names)
     with pytest.raises(RuntimeError, match="getFutureResult not implemented"):
         dist.Work().get_future_result()
-
-
-def test_a_mesh_of_threads_says_where_dtensors_lie_and_needs_no_group():
-    for own in range(3):
-        mesh = undocumented_backends.mesh_without_groups("data", 3, own)
-
-        assert (mesh.size(), mesh.get_coordinate(), mesh.mesh_dim_names) == (3, (own,), ("data",))
 
 
 def test_a_backend_gathers_parts_and_sums_without_a_process_group_around_it():

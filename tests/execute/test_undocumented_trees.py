@@ -32,13 +32,7 @@ def test_a_registered_class_has_children_and_is_rebuilt_around_others():
     assert len(children) == 1
     assert children[0] is nodes
     assert (type(rebuilt), rebuilt.nodes, rebuilt.name) == (Graph, "other", "first")
-
-
-def test_specs_of_registered_classes_are_equal_where_what_they_keep_is():
-    specs = [registered_children(Graph([], name))[1] for name in ("first", "first", "second")]
-
-    assert specs[0] == specs[1]
-    assert specs[0] != specs[2]
+    assert [registered_children(Graph([], name))[1] == spec for name in ("first", "second")] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +47,6 @@ def test_torch_has_registered_containers_itself(value, others, rebuilt):
 
     assert children == list(value.values() if isinstance(value, dict) else value)
     assert repr(rebuilt_registered(others, spec)) == repr(rebuilt)
-
-
-def test_torch_has_registered_what_its_functions_return():
-    values, indices = registered_children(torch.ones(2, 3).max(dim=0))[0]
-
-    assert values.tolist() == [1.0] * 3
-    assert indices.tolist() == [0] * 3
 
 
 @pytest.mark.parametrize("value", [object(), 1, "text", torch.ones(1), torch.nn.Linear(1, 1), Unregistered([1])])
