@@ -26,15 +26,20 @@ def losses_of(num_microbatches, weights, fractions=(1.0,)):
     return StepLosses(num_microbatches, len(fractions), shares=LossShares(weights, [fractions] * num_microbatches))
 
 
-@pytest.mark.feature("A8")
+@pytest.mark.feature("A8", "E14")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_losses_arrive_with_their_bits_and_type(dtype):
     losses = [(torch.rand(3, dtype=torch.float64) / 3).to(dtype)[index] for index in range(3)]
+    mixed = [losses[0], losses[1].half()]
 
+    for result in on_ranks(2, lambda wires: LossExchange(Control(wires), CPU).share(losses_of(2, [0.5, 0.5]))):
+        assert (result.loss, result.losses, result.outputs) == (None, [], None)  # of no losses
     for result in on_ranks(3, share, losses, [0.25, 0.25, 0.5]):
         assert all(map(torch.equal, result.losses, losses))
         assert result.loss.dtype == dtype
         assert torch.equal(result.loss, losses[0] * 0.25 + losses[1] * 0.25 + losses[2] * 0.5)
+    for result in on_ranks(2, share, mixed, [0.5, 0.5], (0, 1)):
+        assert [(float(loss), loss.dtype) for loss in result.losses] == [(float(loss), loss.dtype) for loss in mixed]
 
 
 def test_a_loss_that_is_not_finite_stays_so_unless_it_weighs_nothing():
@@ -46,13 +51,6 @@ def test_a_loss_that_is_not_finite_stays_so_unless_it_weighs_nothing():
     assert [float(result.loss) for result in weightless] == [2.0, 2.0]
     assert all(result.losses[0].isnan() for result in weightless)
     assert [float(result.loss) for result in weighed] == [float("inf")] * 2
-
-
-@pytest.mark.feature("E14")
-def test_without_losses_there_is_no_loss():
-    results = on_ranks(2, lambda wires: LossExchange(Control(wires), CPU).share(losses_of(2, [0.5, 0.5])))
-
-    assert [(result.loss, result.losses, result.outputs) for result in results] == [(None, [], None)] * 2
 
 
 # ---- names
@@ -97,11 +95,8 @@ def test_named_losses_are_weighted_as_the_loss_is_and_those_of_layers_by_rows():
 
     for result in on_ranks(2, case):
         assert numbers(result.named_losses) == {"a": 7.0, "z": 2.0}
-        assert {name: [float(loss) for loss in losses] for name, losses in result.named_microbatch_losses.items()} == {
-            "a": [4.0, 8.0],
-            "z": [1.0, 3.0],
-        }
-        assert float(result.loss) == 7.0
+        parts = {name: [float(loss) for loss in losses] for name, losses in result.named_microbatch_losses.items()}
+        assert (float(result.loss), parts) == (7.0, {"a": [4.0, 8.0], "z": [1.0, 3.0]})
 
 
 def test_losses_of_one_name_are_added_up_over_stages_and_ranks_in_the_wider_type():
@@ -109,16 +104,12 @@ def test_losses_of_one_name_are_added_up_over_stages_and_ranks_in_the_wider_type
         value = torch.tensor(1.5, dtype=[torch.bfloat16, torch.float32, torch.float32][wires.rank])
         return share_named(wires, [("z", True, b, value) for b in (0, 0, 1)])
 
+    (without,) = on_ranks(1, share_named, [("z", True, 1, 3.0)])
+    assert [float(loss) for loss in without.named_microbatch_losses["z"]] == [0.0, 3.0]
+    assert numbers(without.named_losses) == {"z": 1.5}
     for result in on_ranks(3, case):
         assert [float(loss) for loss in result.named_microbatch_losses["z"]] == [9.0, 4.5]
         assert result.named_losses["z"].dtype == torch.float32
-
-
-def test_a_microbatch_without_a_loss_of_that_name_counts_as_0():
-    (result,) = on_ranks(1, share_named, [("z", True, 1, 3.0)])
-
-    assert [float(loss) for loss in result.named_microbatch_losses["z"]] == [0.0, 3.0]
-    assert numbers(result.named_losses) == {"z": 1.5}
 
 
 def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
@@ -127,15 +118,11 @@ def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
         own += [("a", False, b, 4.0) for b in range(2)] if wires.rank else []
         return share_named(wires, own)
 
+    (alone,) = on_ranks(1, share_named, [("a", False, b, 4.0) for b in (0, 1)])
+    assert alone.total is alone.loss
     for result in on_ranks(2, case):
         assert (float(result.loss), float(result.total)) == (4.0, 5.0)
         assert list(result.named_losses) == ["a"]
-
-
-def test_without_losses_of_layers_the_total_is_the_loss():
-    (result,) = on_ranks(1, share_named, [("a", False, b, 4.0) for b in (0, 1)])
-
-    assert result.total is result.loss
 
 
 @pytest.mark.feature("X35")
@@ -152,14 +139,6 @@ def test_losses_of_any_names_take_one_gather_each_step():
     for found, num_gathers in on_ranks(2, case):
         assert found == [["a"], ["a"], [], ["a", "b"], ["b"], ["a", "b"]]
         assert num_gathers == 6
-
-
-def test_losses_of_several_types_keep_theirs():
-    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-    losses = [(torch.rand((), dtype=torch.float64) / 3).to(dtype) for dtype in (*dtypes, *reversed(dtypes))]
-
-    for result in on_ranks(2, share, losses, [0.125] * 8, (0, 0, 1, 1)):
-        assert [(float(loss), loss.dtype) for loss in result.losses] == [(float(loss), loss.dtype) for loss in losses]
 
 
 class CpuAsGpu(TorchFunctionMode):

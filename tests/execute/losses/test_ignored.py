@@ -46,26 +46,27 @@ def test_torchs_own_means_of_cross_entropy_are_known(loss, ignored):
     assert (None if counted is None else counted.ignored) == ignored
 
 
-def test_a_part_of_a_batch_weighs_the_targets_that_are_not_ignored():
-    assert CountedTargets(-100).share(CLASSES, 2) == 3
-    assert CountedTargets(2).share(CLASSES, 2) == 5
-    assert CountedTargets(-100).share(CLASSES.clamp(min=0), 2) == 6
-    assert CountedTargets(-100).share(CLASSES[:0], 2) == 0
-
-
-@pytest.mark.parametrize(("ignored", "num_counted"), [(255, 2), (-100, 3), (156, 2)])
-def test_classes_of_eight_bits_count_too(ignored, num_counted):
-    assert CountedTargets(ignored).share(torch.tensor([1, 255, 156], dtype=torch.uint8), 7) == num_counted
+WEIGHTS, BYTES = torch.tensor([1.0, 0.5, 0.25]), torch.tensor([1, 255, 156], dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("ignored", "weight"), [(-100, 0.5 + 0.25 + 1.0), (0, 0.5 + 0.25)], ids=["none of them", "class 0"]
+    ("counted", "target", "share"),
+    [
+        (CountedTargets(-100), CLASSES, 3),
+        (CountedTargets(2), CLASSES, 5),
+        (CountedTargets(-100), CLASSES.clamp(min=0), 6),
+        (CountedTargets(-100), CLASSES[:0], 0),
+        (CountedTargets(255), BYTES, 2),
+        (CountedTargets(-100), BYTES, 3),
+        (CountedTargets(156), BYTES, 2),
+        (CountedTargets(-100, WEIGHTS), CLASSES, 0.5 + 0.25 + 1.0),
+        (CountedTargets(0, WEIGHTS), torch.tensor([1, 0, 2, 0]), 0.5 + 0.25),
+        (CountedTargets(-100, torch.ones(2)), torch.tensor([0, 9, -3]), 3),  # the loss refuses 9
+        *((CountedTargets(-100), target, 7) for target in (CLASSES.double(), None, {"classes": CLASSES})),
+    ],
 )
-def test_targets_of_classes_with_weights_count_as_much_as_these(ignored, weight):
-    class_weights = torch.tensor([1.0, 0.5, 0.25])
-    target = CLASSES if ignored == -100 else torch.tensor([1, 0, 2, 0])
-
-    assert CountedTargets(ignored, class_weights).share(target, 7) == weight
+def test_a_part_of_a_batch_weighs_the_targets_that_are_not_ignored_or_else_its_size(counted, target, share):
+    assert counted.share(target, 7) == share
 
 
 def test_the_order_of_targets_changes_no_share_of_a_stream():
@@ -75,15 +76,6 @@ def test_the_order_of_targets_changes_no_share_of_a_stream():
 
     assert len({counted.share(target, 1.0) for target in orders}) > 1
     assert len({tuple(counted.streamed_shares(target)) for target in orders}) == 1
-
-
-def test_a_class_that_does_not_exist_is_left_to_the_loss():
-    assert CountedTargets(-100, torch.ones(2)).share(torch.tensor([0, 9, -3]), 7) == 3
-
-
-@pytest.mark.parametrize("target", [CLASSES.double(), None, {"classes": CLASSES}])
-def test_the_size_stays_where_there_are_no_classes(target):
-    assert CountedTargets(-100).share(target, 7) == 7
 
 
 def test_microbatches_with_other_shares_of_ignored_targets_are_found_in_trees_of_any_length():

@@ -27,19 +27,14 @@ def microbatch_weights(microbatches, reduction="mean", count=None):
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
-def test_equal_sizes_weigh_exactly_one_over_m(size, num_microbatches):
-    assert microbatch_weights(of_sizes(*[size] * num_microbatches), "mean") == [1 / num_microbatches] * num_microbatches
+def test_a_mean_weighs_by_rows_if_there_are_any_and_exactly_by_one_over_m_if_they_are_even_and_a_sum_by_one(size, m):
+    assert microbatch_weights(of_sizes(*[size] * m), "mean") == [1 / m] * m
+    assert microbatch_weights(of_sizes(*[0] * m), "mean") == [1 / m] * m
+    assert microbatch_weights(of_sizes(3, 3, 2), "mean") == [3 / 8, 3 / 8, 2 / 8]
+    assert microbatch_weights(of_sizes(size, m), "sum") == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "reduction", "weights"),
-    [((3, 3, 2), "mean", [3 / 8, 3 / 8, 2 / 8]), ((0, 0), "mean", [0.5, 0.5]), ((3, 1), "sum", [1.0, 1.0])],
-)
-def test_a_mean_weighs_by_rows_if_there_are_any_and_a_sum_weighs_everything_one(sizes, reduction, weights):
-    assert microbatch_weights(of_sizes(*sizes), reduction) == weights
-
-
-@pytest.mark.feature("X39")
+@pytest.mark.feature("E14", "X39")
 def test_a_count_weighs_by_what_it_counts():
     targets = [torch.tensor([1, -100, 2]), torch.tensor([5, 6, 7]), torch.tensor([-100, -100, -100])]
 
@@ -47,19 +42,16 @@ def test_a_count_weighs_by_what_it_counts():
 
     assert weights == [2 / 5, 3 / 5, 0.0]
     assert all(type(weight) is float for weight in weights)
-
-
-@pytest.mark.feature("E14")
-def test_a_batch_without_tokens_weighs_nothing():
     assert microbatch_weights(of_sizes(1, 1), count=lambda target: 0) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_a_wrong_count_names_its_microbatch(bad):
-    targets = [1.0, bad]
-
+def test_a_wrong_count_names_its_microbatch_and_one_that_slices_do_not_share_their_counts(bad):
     with pytest.raises(PipelineError, match=f"microbatch 1: count returned {bad}"):
-        microbatch_weights(of_sizes(1, 1, targets=targets), count=float)
+        microbatch_weights(of_sizes(1, 1, targets=[1.0, bad]), count=float)
+    parts = whole_and_slices([3, 2], [torch.zeros(3), torch.zeros(2)])
+    with pytest.raises(PipelineError, match=r"microbatch 0: count returned 1 .* but \[1.0, 1.0\] for .* its slices"):
+        shares_of(LossWeights(count=lambda target: 1), *parts)
 
 
 def test_a_wrong_reduction_is_refused_before_any_step():
@@ -77,12 +69,9 @@ def test_losses_are_added_in_order_and_in_their_own_dtype():
     assert total.dtype == torch.float32
     assert total == 0.0  # (1e8 + 1) - 1e8 in float32; any other order gives 1
     assert not total.requires_grad
-
-
-@pytest.mark.parametrize(("num_losses", "num_weights"), [(0, 0), (1, 2)])
-def test_there_is_one_loss_for_each_weight(num_losses, num_weights):
-    with pytest.raises(PipelineError, match=f"{num_losses} losses for {num_weights} weights"):
-        combine_losses([torch.tensor(1.0)] * num_losses, [1.0] * num_weights)
+    for num_losses, num_weights in ((0, 0), (1, 2)):
+        with pytest.raises(PipelineError, match=f"{num_losses} losses for {num_weights} weights"):
+            combine_losses([torch.tensor(1.0)] * num_losses, [1.0] * num_weights)
 
 
 # ---- scaling
@@ -95,12 +84,9 @@ def test_a_number_and_a_function_scale_alike():
         scaled = apply_scale(loss_scale(scale), loss)
         assert (scaled.item(), scaled.shape, scaled.requires_grad) == (12.0, (), True)
     assert loss_scale(None) is None
-
-
-@pytest.mark.parametrize("scale", [0, -2.0, math.inf, math.nan, "2", [2]])
-def test_a_scale_is_a_number_larger_than_0(scale):
-    with pytest.raises(ConfigError, match=r"scale_loss: .* scales no loss"):
-        loss_scale(scale)
+    for scale in (0, -2.0, math.inf, math.nan, "2", [2]):
+        with pytest.raises(ConfigError, match=r"scale_loss: .* scales no loss"):
+            loss_scale(scale)
 
 
 @pytest.mark.parametrize(
@@ -126,27 +112,23 @@ def whole_and_slices(lengths, targets=None):
     return [Microbatch(0, (), {}, target, 2)], [parts]
 
 
-def test_a_slice_weighs_by_its_length():
-    assert shares_of(LossWeights(), *whole_and_slices([2, 1, 1])) == LossShares([1.0], [[0.5, 0.25, 0.25]])
-
-
-def test_a_slice_weighs_by_what_its_target_counts():
+def test_a_slice_weighs_by_its_length_or_by_what_its_target_counts_and_one_in_a_sum():
     targets = [torch.tensor([1, 0, 1]), torch.tensor([0, 0]), torch.tensor([1, 1])]
 
-    shares = shares_of(LossWeights(count=torch.sum), *whole_and_slices([3, 2, 2], targets))
-
-    assert shares.fractions == [[0.5, 0.0, 0.5]]
-
-
-def test_counts_are_kept_for_loss_functions_that_give_a_weight():
-    targets = [torch.tensor([1, 0, 1]), torch.tensor([0, 0])]
-
-    cut = shares_of(LossWeights(count=torch.sum), *whole_and_slices([3, 2], targets))
+    by_length = shares_of(LossWeights(), *whole_and_slices([2, 1, 1]))
+    counted = shares_of(LossWeights(count=torch.sum), *whole_and_slices([3, 2, 2], targets))
     whole = shares_of(LossWeights(count=torch.sum), *whole_and_slices([3], targets[:1]))
 
-    assert [cut.count(0, index) for index in range(2)] == [2.0, 0.0]
-    assert whole.count(0, 0) == 2.0
-    assert shares_of(LossWeights(), *whole_and_slices([3, 2])).count(0, 1) is None
+    assert by_length == LossShares([1.0], [[0.5, 0.25, 0.25]])
+    assert by_length.count(0, 1) is None
+    assert counted.fractions == [[0.5, 0.0, 0.5]]
+    assert [counted.count(0, index) for index in range(3)] == [2.0, 0.0, 2.0]
+    assert (whole.fractions, whole.count(0, 0)) == ([[1.0]], 2.0)
+    assert shares_of(LossWeights("sum"), *whole_and_slices([2, 1])).fractions == [[1.0, 1.0]]
+    assert LossShares([0.25, 0.75], [[0.5, 0.5], [0.2, 0.8]]).factor(1, 1) == 0.75 * 0.8
+    for count, factor in ((None, 0.5), (lambda target: 0, 0.0)):  # slices that count nothing weigh all the same
+        shares = shares_of(LossWeights(count=count), *whole_and_slices([0, 0]))
+        assert (shares.fractions, shares.factor(0, 1)) == ([[0.5, 0.5]], factor)
 
 
 def test_losses_of_layers_weigh_by_rows_and_lengths_whatever_counts():
@@ -158,29 +140,3 @@ def test_losses_of_layers_weigh_by_rows_and_lengths_whatever_counts():
     assert shares == LossShares([0.75, 0.25], [[1.0], [1.0]])
     assert shares_of(weights.of_rows, *whole_and_slices([3, 1])).fractions == [[0.75, 0.25]]
     assert shares_of(LossWeights("sum").of_rows, microbatches, [[each] for each in microbatches]).weights == [1.0, 1.0]
-
-
-def test_a_slice_of_a_sum_and_a_microbatch_that_is_not_cut_weigh_one():
-    assert shares_of(LossWeights("sum"), *whole_and_slices([2, 1])).fractions == [[1.0, 1.0]]
-    assert shares_of(LossWeights(), *whole_and_slices([3])).fractions == [[1.0]]
-
-
-@pytest.mark.parametrize("count", [None, lambda target: 0], ids=["no length", "no tokens"])
-def test_slices_that_count_nothing_weigh_all_the_same(count):
-    shares = shares_of(LossWeights(count=count), *whole_and_slices([0, 0]))
-
-    assert shares.fractions == [[0.5, 0.5]]
-    assert shares.factor(0, 1) == (0.5 if count is None else 0.0)
-
-
-def test_a_count_that_slices_do_not_share_is_refused():
-    targets = [torch.zeros(3), torch.zeros(2)]
-
-    with pytest.raises(PipelineError, match=r"microbatch 0: count returned 1 .* but \[1.0, 1.0\] for .* its slices"):
-        shares_of(LossWeights(count=lambda target: 1), *whole_and_slices([3, 2], targets))
-
-
-def test_the_factor_of_a_slice_is_its_part_of_the_microbatchs_part():
-    shares = LossShares([0.25, 0.75], [[0.5, 0.5], [0.2, 0.8]])
-
-    assert shares.factor(1, 1) == 0.75 * 0.8

@@ -31,17 +31,12 @@ def test_a_loss_is_one_number_in_a_tensor(loss, found):
         read_loss(loss, 2)
 
 
-def test_a_scalar_loss_passes_untouched():
-    loss = torch.tensor(1.0)
-
-    assert scalar_loss(loss, 0) is loss
-    assert read_loss(loss, 0).loss is loss
-
-
 @pytest.mark.feature("0.12")
 def test_a_loss_of_shape_1_is_taken_as_a_scalar_with_its_gradient():
     weight = torch.tensor([3.0], requires_grad=True)
 
+    scalar = torch.tensor(1.0)
+    assert scalar_loss(scalar, 0) is read_loss(scalar, 0).loss is scalar
     loss = read_loss(weight * 2.0, 0).loss
     loss.backward()
 
@@ -59,6 +54,9 @@ def test_the_sum_of_named_losses_is_trained_and_each_is_reported():
     assert {name: float(loss) for name, loss in parts.named_losses.items()} == {"a": 6.0, "b": 9.0}
     assert not any(loss.requires_grad for loss in parts.named_losses.values())
     assert float(weight.grad) == 8.0
+    reported = read_loss(LossOutput(weight * 2.0, reported={"loss": weight * 6.0, "texts": ["x", 1, None]}), 0).reported
+    assert reported == {"loss": torch.tensor(18.0), "texts": ["x", 1, None]}
+    assert not reported["loss"].requires_grad
 
 
 @pytest.mark.feature("X20")
@@ -69,27 +67,10 @@ def test_a_sum_with_its_weight_is_a_mean(weight):
     for parts in (read_loss((total, weight), 0, 4.0), read_loss(LossOutput(total, weight), 0, 4.0)):
         assert parts.loss.item() == 1.5
         assert parts.loss.requires_grad
-
-
-def test_named_sums_share_their_weight():
-    parts = read_loss(LossOutput({"a": torch.tensor(6.0), "b": torch.tensor(2.0)}, 4), 0, 4.0)
-
-    assert float(parts.loss) == 2.0
-    assert {name: float(loss) for name, loss in parts.named_losses.items()} == {"a": 1.5, "b": 0.5}
-
-
-@pytest.mark.parametrize("total", [0.0, math.nan, math.inf])
-def test_a_weight_of_0_gives_a_loss_of_0(total):
-    assert float(read_loss((torch.tensor(total), 0), 0, 0.0).loss) == 0.0
-
-
-def test_what_is_reported_has_no_graph():
-    value = torch.tensor(6.0, requires_grad=True) * 2.0
-
-    reported = read_loss(LossOutput(value, reported={"loss": value, "texts": ["x", 1, None]}), 0).reported
-
-    assert reported == {"loss": value, "texts": ["x", 1, None]}
-    assert not reported["loss"].requires_grad
+    named = read_loss(LossOutput({"a": torch.tensor(6.0), "b": torch.tensor(2.0)}, weight), 0, 4.0)
+    assert all(float(read_loss((torch.tensor(number), 0), 0, 0.0).loss) == 0.0 for number in (0.0, math.nan, math.inf))
+    assert float(named.loss) == 2.0
+    assert {name: float(loss) for name, loss in named.named_losses.items()} == {"a": 1.5, "b": 0.5}
 
 
 def test_a_weight_needs_a_count_that_says_the_same():
@@ -114,15 +95,18 @@ def test_a_pair_whose_second_part_is_no_weight_is_refused(weight, message):
         read_loss((torch.tensor(6.0), weight), 0, 4.0)
 
 
-@pytest.mark.parametrize("named", [{}, {"": torch.tensor(1.0)}, {1: torch.tensor(1.0)}])
-def test_named_losses_have_names(named):
-    with pytest.raises(PipelineError, match=r"microbatch 0: .* the names \[.*\]; expected one or more"):
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        ({}, r"the names \[\]; expected one or more"),
+        ({"": torch.tensor(1.0)}, r"the names \[.*\]; expected one or more"),
+        ({1: torch.tensor(1.0)}, r"the names \[.*\]; expected one or more"),
+        ({"a": torch.tensor(1.0), "b": torch.ones(2)}, r"a tensor of shape \(2,\) and type float32 as 'b'"),
+    ],
+)
+def test_named_losses_have_names_and_are_losses(named, text):
+    with pytest.raises(PipelineError, match=f"microbatch 0: .* {text}"):
         read_loss(named, 0)
-
-
-def test_a_named_loss_that_is_none_is_named():
-    with pytest.raises(PipelineError, match=r"returned a tensor of shape \(2,\) and type float32 as 'b'"):
-        read_loss({"a": torch.tensor(1.0), "b": torch.ones(2)}, 0)
 
 
 class Asking(nn.Module):
@@ -135,22 +119,14 @@ class Telling(nn.Module):
         return output
 
 
+WEIGHTED = partial(F.cross_entropy, weight=torch.tensor([1.0, 2.0]))
+PLAIN = [lambda o, t: o, lambda o, t, **rest: o, F.cross_entropy, nn.CrossEntropyLoss(), Telling(), max, torch.add]
+PLAIN += [WEIGHTED, partial(WEIGHTED, ignore_index=1)]  # whose class weights stay
+
+
 @pytest.mark.feature("E3")
-@pytest.mark.parametrize("loss", [lambda o, t, *, weight: o, lambda o, t, *, weight=1.0: o, Asking()])
-def test_a_loss_asks_for_its_factor_by_a_keyword(loss):
-    assert takes_weight(loss)
+def test_a_loss_asks_for_its_factor_by_a_keyword_that_cannot_be_given_by_position():
+    asking = [lambda o, t, *, weight: o, lambda o, t, *, weight=1.0: o, Asking()]
+    asking += [partial(asking[0], weight=1.0)]
 
-
-@pytest.mark.parametrize(
-    "loss", [lambda o, t: o, lambda o, t, **rest: o, F.cross_entropy, nn.CrossEntropyLoss(), Telling(), max, torch.add]
-)
-def test_a_weight_that_can_be_given_by_position_is_another_matter(loss):
-    assert not takes_weight(loss)
-
-
-def test_class_weights_that_a_partial_gives_stay():
-    class_weights = torch.tensor([1.0, 2.0])
-
-    assert not takes_weight(partial(F.cross_entropy, weight=class_weights))
-    assert not takes_weight(partial(partial(F.cross_entropy, weight=class_weights), ignore_index=1))
-    assert takes_weight(partial(lambda o, t, *, weight: o, weight=1.0))
+    assert [takes_weight(loss) for loss in (*asking, *PLAIN)] == [True] * len(asking) + [False] * len(PLAIN)

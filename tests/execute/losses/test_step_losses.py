@@ -20,14 +20,19 @@ def empty(**options):
     return StepLosses(1, 1, **options)
 
 
-def test_losses_of_one_name_and_place_are_added_up_without_their_graph():
-    losses = empty()
+def test_losses_of_one_name_and_place_are_added_up_without_their_graph_and_forgotten_with_the_rules_kept():
+    losses = empty(scale=lambda loss: loss * 8.0)
+    losses.computed[0, 0] = torch.tensor(1.0)
 
     for value in (1.0, 2.0):
         losses.note(NAME, (1, 0), torch.tensor(value, requires_grad=True))
+    again = losses.forgetting()
+    again.note(NAME, (0, 0), torch.tensor(1.0))
 
     assert losses.named_losses == {NAME: {(1, 0): torch.tensor(3.0, dtype=torch.float64)}}
     assert not losses.named_losses[NAME][1, 0].requires_grad
+    assert again.computed == {}
+    assert again.root_of(torch.tensor(3.0), 0.5) == 12.0
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss"])
@@ -42,34 +47,16 @@ def test_what_a_step_keeps_of_a_loss_is_as_large_as_the_loss(name):
     assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
-def test_a_loss_that_its_function_goes_on_changing_stays_as_it_was_returned():
-    total = torch.zeros(())
-    losses = empty(loss=lambda output, target: total.add_(1), shares=LossShares([1.0, 1.0], [[1.0], [1.0]]))
+def test_a_loss_that_goes_on_changing_stays_as_it_was_returned_or_noted():
+    value, named = torch.zeros(()), torch.zeros((), dtype=torch.float64)
+    losses = empty(loss=lambda output, target: value.add_(1), shares=LossShares([1.0, 1.0], [[1.0], [1.0]]))
 
     for index in range(2):
         losses.compute((index, 0), torch.ones(1), None, is_training=False)
+        losses.note(NAME, (index, 0), named.add_(1))
 
-    assert [loss.item() for loss in losses.computed.values()] == [1, 2]
-
-
-def test_a_named_loss_that_its_layer_goes_on_changing_stays_as_it_was_noted():
-    losses, total = empty(), torch.zeros((), dtype=torch.float64)
-
-    for index in range(2):
-        losses.note(NAME, (index, 0), total.add_(1))
-
-    assert [loss.item() for loss in losses.named_losses[NAME].values()] == [1, 2]
-
-
-def test_the_same_rules_without_what_was_noted():
-    losses = empty(scale=lambda loss: loss * 8.0)
-    losses.computed[0, 0] = torch.tensor(1.0)
-
-    again = losses.forgetting()
-    again.note(NAME, (0, 0), torch.tensor(1.0))
-
-    assert again.computed == losses.named_losses == {}
-    assert again.root_of(torch.tensor(3.0), 0.5) == 12.0
+    for found in (losses.computed, losses.named_losses[NAME]):
+        assert [loss.item() for loss in found.values()] == [1, 2]
 
 
 # ---- computing a loss
@@ -99,20 +86,16 @@ def test_a_backward_begins_at_the_weighted_loss_and_the_loss_is_noted_unweighted
     assert not losses.computed[PLACE].requires_grad
 
 
-def test_in_evaluation_nothing_begins_and_nothing_is_scaled():
+def test_in_evaluation_nothing_begins_and_nothing_is_scaled_and_without_a_loss_function_there_is_none():
     calls = []
     losses = losses_of(lambda output, target: output, scale=lambda loss: calls.append(loss))
 
     assert compute(losses, torch.tensor(3.0), is_training=False) is None
     assert float(losses.computed[PLACE]) == 3.0
     assert calls == []
-
-
-def test_without_a_loss_function_there_is_none():
-    losses = losses_of(None)
-
-    assert compute(losses, torch.tensor(3.0, requires_grad=True)) is None
-    assert losses.computed == {}
+    without = losses_of(None)
+    assert compute(without, torch.tensor(3.0, requires_grad=True)) is None
+    assert without.computed == {}
 
 
 def total(output, target):
@@ -126,13 +109,7 @@ def batch(sizes, weight=None, mode=Mode.TRAIN, has_target=True):
     return Batch(parts, [[part] for part in parts], (0, 0, int(has_target))), agreed
 
 
-def test_without_replicas_the_weights_are_shares_of_the_batch():
-    own = LossMaker(total, LossWeights(), None, is_last=True).of(*batch([(3, None), (1, None)]))
-
-    assert own.shares.weights == own.auxiliary_shares.weights == [0.75, 0.25]
-
-
-def test_with_replicas_they_are_shares_of_the_job_and_count_is_asked_once():
+def test_weights_are_shares_of_the_batch_or_with_replicas_of_the_job_and_count_is_asked_once():
     asked = []
     maker = LossMaker(total, LossWeights(count=lambda target: asked.append(target) or target), None, is_last=True)
     own = batch([(3, 5), (1, 7)])
@@ -141,17 +118,21 @@ def test_with_replicas_they_are_shares_of_the_job_and_count_is_asked_once():
     job = BatchWeight(8, 48.0, 4)
     found = maker.of(*batch([(3, 5), (1, 7)], job))
 
+    alone = LossMaker(total, LossWeights(), None, is_last=True).of(*batch([(3, None), (1, None)]))
+    assert alone.shares.weights == alone.auxiliary_shares.weights == [0.75, 0.25]
     assert asked == [5, 7]
     assert found.shares.weights == [5 / 48, 7 / 48]
     assert found.shares.counts == [[5], [7]]
     assert found.auxiliary_shares.weights == [3 / 8, 1 / 8]
 
 
-def test_a_rank_without_a_last_stage_counts_nothing():
+def test_a_rank_without_a_last_stage_counts_nothing_and_an_evaluation_without_a_target_has_no_loss():
     maker = LossMaker(total, LossWeights(count=lambda target: 1 / 0), None, is_last=False)
 
     assert maker.weigh(*batch([(3, None)])) == BatchWeight(3, 3, 1)
     assert maker.of(*batch([(3, None)], BatchWeight(6, 9, 2))).shares.weights == []
+    own = LossMaker(total, LossWeights(), None, is_last=True)
+    assert own.of(*batch([(3, None)], mode=Mode.EVALUATE, has_target=False)).loss is None
 
 
 def test_batches_without_rows_weigh_alike_and_sums_are_not_weighed():
@@ -164,11 +145,3 @@ def test_batches_without_rows_weigh_alike_and_sums_are_not_weighed():
     maker.weigh(*batch([(3, None)] * 2))
     job = BatchWeight(9, 9, 4)
     assert maker.of(*batch([(3, None)] * 2, job)).shares.weights == [1, 1]
-
-
-def test_an_evaluation_without_a_target_has_no_loss():
-    maker = LossMaker(total, LossWeights(), None, is_last=True)
-
-    found = maker.of(*batch([(3, None)], mode=Mode.EVALUATE, has_target=False))
-
-    assert found.loss is None

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from collections import UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -21,6 +22,8 @@ class Scaled(torch.Tensor):
     """A tensor that another rank would take for a plain one."""
 
 
+with warnings.catch_warnings(action="ignore"):
+    QUANTIZED = torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8)
 INFO = TensorInfo((2, 3), torch.float32, requires_grad=False)
 Late = namedtuple("Renamed", ["x"])  # found under no module-level name: Renamed
 
@@ -41,14 +44,15 @@ def test_a_layout_holds_what_the_receiver_needs_to_rebuild_the_tree():
     buffers = [torch.zeros(info.shape, dtype=info.dtype) for info in layout.tensors]
     received = layout.fill(buffers)
 
-    assert layout.tensors == (
-        TensorInfo((2, 0), torch.bfloat16, True),
-        TensorInfo((3,), torch.bool, False),
-    )
+    assert layout.tensors == (TensorInfo((2, 0), torch.bfloat16, True), TensorInfo((3,), torch.bool, False))
     assert isinstance(received, Point)
     assert received.x["h"] is buffers[0]
     assert received.x[7] == 2.5
     assert received.y == [buffers[1], "x"]
+    with pytest.raises(PipelineError, match="got 0 tensors, expected 2"):
+        layout.fill([])
+    for number in (float("nan"), float("inf"), 0.1, -0.0, 1e-320, 2**200, True, 1):
+        assert repr(decode_layout(encode_layout(number)).fill([])) == repr(number)
 
 
 def test_a_layout_tells_how_dimensions_lie_in_memory_and_is_equal_where_they_do_not():
@@ -60,14 +64,6 @@ def test_a_layout_tells_how_dimensions_lie_in_memory_and_is_equal_where_they_do_
     assert info.order == (0, 2, 3, 1)
     assert info == TensorInfo.of(pictures)
     assert TensorInfo.of(pictures).order == ()
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.1, -0.0, 1e-320, 2**200, True, 1])
-def test_numbers_travel_exactly(number):
-    received = decode_layout(encode_layout(number)).fill([])
-
-    assert type(received) is type(number)
-    assert repr(received) == repr(number)
 
 
 def test_layouts_differ_where_anything_differs():
@@ -83,6 +79,7 @@ def test_layouts_differ_where_anything_differs():
         (torch.Size([1]), r"value\['a'\]\[0\] is a torch.Size.*Take it apart"),
         (torch.eye(2).to_sparse(), r"value\['a'\]\[0\] is a tensor of layout torch.sparse_coo"),
         (torch.eye(2).as_subclass(Scaled), r"is a tests.execute.values.test_layouts.Scaled, a subclass of tensors"),
+        (QUANTIZED, r"value\['a'\]\[0\] is a quantized tensor of type qint8"),
         (b"bytes", "builtins.bytes"),
         (UserDict(x=torch.ones(1)), "a part of the output is a collections.UserDict.*Take it apart"),
         (defaultdict(list, x=torch.ones(1)), "a part of the output is a collections.defaultdict"),
@@ -91,13 +88,6 @@ def test_layouts_differ_where_anything_differs():
 def test_a_leaf_that_cannot_travel_is_an_error_naming_its_type(leaf, message):
     with pytest.raises(PipelineError, match=message):
         encode_layout({"a": [leaf]})
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantized_tensor_cannot_travel():
-    quantized = torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8)
-    with pytest.raises(PipelineError, match="value is a quantized tensor of type qint8"):
-        encode_layout(quantized)
 
 
 def test_a_class_that_no_peer_could_find_is_an_error():
@@ -114,12 +104,12 @@ def message(tree, leaves):
     return json.dumps({"tree": tree, "leaves": leaves}).encode()
 
 
-@pytest.mark.parametrize(
-    "path", ["os:system", "builtins:int", "subprocess:Popen", "json.no_such:Class", f"{__name__}:missing", "x"]
-)
+@pytest.mark.parametrize("path", ["os:system", "builtins:int", "this:Class", f"{__name__}:missing", "x"])
 def test_only_imported_dataclasses_and_named_tuples_are_looked_up(path):
     with pytest.raises(PipelineError, match=r"no dataclass or named tuple"):
         decode_layout(message([path, ["x"], ["*"]], [1]))
+
+    assert "this" not in sys.modules
 
 
 def test_looking_a_class_up_runs_no_code(monkeypatch):
@@ -129,15 +119,6 @@ def test_looking_a_class_up_runs_no_code(monkeypatch):
 
     with pytest.raises(PipelineError, match="lazy:Point"):
         decode_layout(message(["lazy:Point", ["x", "y"], ["*", "*"]], [1, 2]))
-
-
-def test_a_layout_imports_nothing():
-    assert "this" not in sys.modules
-
-    with pytest.raises(PipelineError):
-        decode_layout(message(["this:Class", [], []], []))
-
-    assert "this" not in sys.modules
 
 
 @pytest.mark.parametrize(
@@ -169,11 +150,6 @@ def test_damaged_layouts_are_one_kind_of_error(data):
         decode_layout(data)
 
 
-def test_filling_a_layout_takes_one_tensor_for_each_info():
-    with pytest.raises(PipelineError, match="got 0 tensors, expected 1"):
-        decode_layout(encode_layout(torch.ones(1))).fill([])
-
-
 # ---- scalars
 
 
@@ -182,8 +158,8 @@ def layout_of(*leaves):
 
 
 def test_numbers_come_back_with_their_types_and_everything_else_as_agreed():
-    agreed = layout_of(True, INFO, 7, "text", 0.5, 2**63)
-    leaves = [False, torch.zeros(2, 3), -(2**63), "text", math.nan, 2**63]
+    agreed = layout_of(True, INFO, 7, "text", 0.5, 2**63, 1.0, 1.0)
+    leaves = [False, torch.zeros(2, 3), -(2**63), "text", math.nan, 2**63, -0.0, 5e-324]
 
     written = agreed.written_numbers(leaves)
     found = agreed.with_numbers(written).leaves
@@ -191,21 +167,8 @@ def test_numbers_come_back_with_their_types_and_everything_else_as_agreed():
     assert written.numel() == agreed.bytes_of_numbers
     assert found[:4] == (False, INFO, -(2**63), "text")
     assert math.isnan(found[4])
-    assert found[5] == 2**63
-    assert [type(leaf) for leaf in found] == [bool, TensorInfo, int, str, float, int]
-
-
-@pytest.mark.parametrize("number", [0.1, -0.0, math.inf, 5e-324])
-def test_a_float_arrives_bit_for_bit(number):
-    agreed = layout_of(1.0)
-
-    (found,) = agreed.with_numbers(agreed.written_numbers([number])).leaves
-
-    assert found.hex() == number.hex()
-
-
-def test_a_tree_without_numbers_has_none():
-    assert layout_of(INFO, "text", 2**64).numbers == ()
+    assert [repr(leaf) for leaf in found[5:]] == [repr(2**63), "-0.0", "5e-324"]
+    assert [type(leaf) for leaf in found[:5]] == [bool, TensorInfo, int, str, float]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +196,4 @@ def test_a_tree_without_numbers_has_none():
 )
 def test_numbers_may_change_and_keep_their_types_and_all_else_stays(leaf, agreed, is_right):
     assert is_alike(layout_of(leaf), layout_of(agreed)) is is_right
-
-
-def test_trees_of_other_forms_are_not_alike():
-    assert not is_alike(layout_of(1, 2), layout_of(1))
+    assert not is_alike(layout_of(leaf, leaf), layout_of(leaf))

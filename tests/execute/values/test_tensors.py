@@ -45,11 +45,10 @@ def test_the_order_of_a_dense_tensor_is_read_off_its_strides(tensor, order):
     assert memory_order(tensor) == order
 
 
-@given(
-    st.lists(st.integers(1, 4), min_size=1, max_size=5).flatmap(
-        lambda s: st.tuples(st.just(s), st.permutations(range(len(s))))
-    )
-)
+SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+
+
+@given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))))
 def test_what_lies_in_an_order_is_stored_without_gaps_and_made_the_same(shape_and_order):
     shape, order = shape_and_order
     given_tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape([shape[d] for d in order])
@@ -88,15 +87,12 @@ def look_at_dtensor(rank):
     return is_dtensor(sharded), type(part).__name__, part.tolist(), part.requires_grad
 
 
-def test_the_local_part_of_a_dtensor_is_a_plain_tensor_without_a_graph():
+def test_the_local_part_of_a_dtensor_is_a_plain_tensor_without_a_graph_and_that_of_others_is_the_tensor():
+    plain = torch.ones(2)
+
+    assert local_part(plain) is plain
+    assert not is_dtensor(plain)
     assert run_ranks(2, look_at_dtensor) == [(True, "Tensor", [1.0, 2.0], False), (True, "Tensor", [3.0, 4.0], False)]
-
-
-def test_a_plain_tensor_is_its_own_part():
-    tensor = torch.ones(2)
-
-    assert not is_dtensor(tensor)
-    assert local_part(tensor) is tensor
 
 
 def test_the_gradient_of_an_input_is_copied_only_where_others_hold_its_memory():
