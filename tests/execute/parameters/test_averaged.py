@@ -32,8 +32,11 @@ def wrap(layer, own_mesh, **options):
 
 def train_wrapped(rank, schedule, options):
     own_mesh = mesh()
-    pipeline = pipeline_of([wrap(layer, own_mesh) for layer in layers()], schedule, own_mesh, **options)
     inputs, target = own_rows(own_mesh)
+    if schedule == "sequential":  # plain data parallelism: every rank is a pipeline of its own
+        own_mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replica", "pipeline"))
+        inputs, target = (tensor.chunk(4)[rank] for tensor in batch())
+    pipeline = pipeline_of([wrap(layer, own_mesh) for layer in layers()], schedule, own_mesh, **options)
     if "main_gradients" not in options:
         pipeline.evaluate(inputs, target=target)
     pipeline.step(inputs, target=target)
@@ -45,27 +48,12 @@ def train_wrapped(rank, schedule, options):
 @pytest.mark.parametrize(
     "schedule",
     [
-        "1f1b",
-        "zbv",
-        "dualpipe",
+        *("sequential", "1f1b", "zbv", "dualpipe"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleaved-1f1b", "zb-h1")),
     ],
 )
 def test_gradients_are_those_of_the_whole_batch(four_ranks, schedule, options):
     assert_gradients(four_ranks.run(train_wrapped, schedule, options), expected_gradients())
-
-
-def train_without_stages(rank):
-    """Plain data parallelism: every rank is a pipeline of its own."""
-    own_mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replica", "pipeline"))
-    pipeline = pipeline_of([wrap(layer, own_mesh) for layer in layers()], "sequential", own_mesh)
-    inputs, target = (tensor.chunk(4)[rank] for tensor in batch())
-    pipeline.step(inputs, target=target)
-    return gradients_of(pipeline)
-
-
-def test_pipelines_of_one_rank_are_plain_data_parallelism(four_ranks):
-    assert_gradients(four_ranks.run(train_without_stages), expected_gradients())
 
 
 # ---- several steps
@@ -88,13 +76,6 @@ def train_accumulating(rank, schedule, sync, tied):
     return first, gradients_of(pipeline)
 
 
-def one_process_tied(seeds):
-    model = layers()
-    model[3][0].weight = model[0][0].weight
-    expected = expected_gradients(model, seeds)
-    return expected | {"3.0.weight": expected["0.0.weight"]}
-
-
 @pytest.mark.feature("E4")
 @pytest.mark.parametrize("sync", ["each", "layers", "pipeline"])
 def test_gradients_of_several_steps_add_up(four_ranks, sync):
@@ -113,9 +94,11 @@ def test_tied_gradients_of_several_steps_add_up_also_where_only_the_last_is_sync
 
     found = four_ranks.run(train_accumulating, schedule, sync, tied)
 
-    expected = one_process_tied((1, 2, 3))
-    if schedule == "zbv":
-        del expected["3.0.weight"]  # the rank that holds it holds the first use too, and lists the weight once
+    model = layers()
+    model[3][0].weight = model[0][0].weight
+    expected = expected_gradients(model, (1, 2, 3))
+    if schedule != "zbv":  # in which one rank holds both uses, and lists the weight once
+        expected["3.0.weight"] = expected["0.0.weight"]
     assert_gradients([last for _, last in found], expected)
 
 
@@ -161,11 +144,9 @@ def train_unsteady(rank):
                 step_alone(alone, *part)
         step_alone(alone, *parts[-1])
     prefix = "module.layers."
+    own_layers = {name: layer for stage in pipeline.stages for name, layer in stage.layers.items()}
     buffers = {
-        f"{name}.{own}": value
-        for name, layer in zip("0123", wrapped, strict=True)
-        for own, value in layer.module.named_buffers()
-        if any(layer is mine for stage in pipeline.stages for mine in stage.layers.values())
+        f"{name}.{own}": value for name, layer in own_layers.items() for own, value in layer.module.named_buffers()
     }
     gradients_alone = {name.removeprefix(prefix): p.grad for name, p in alone.named_parameters()}
     buffers_alone = {name.removeprefix(prefix): value for name, value in alone.named_buffers()}

@@ -11,7 +11,7 @@ from tests.support.local_pipelines import error_of, settle
 
 
 def layers():
-    return [settle(nn.Linear(3, 5), 1), nn.BatchNorm1d(5), nn.Linear(5, 2, dtype=torch.float64)]
+    return [settle(nn.Linear(3, 5), 1), nn.BatchNorm1d(5), settle(nn.Linear(5, 2, dtype=torch.float64), 2)]
 
 
 def two_replicas():
@@ -19,7 +19,6 @@ def two_replicas():
     found = []
     for replica in range(2):
         modules = layers()
-        modules[2].load_state_dict(settle(nn.Linear(5, 2, dtype=torch.float64), 2).state_dict())
         found.append((modules, blocks_of(modules, mesh_without_groups("data", 2, replica))[0]))
     return found
 
@@ -36,7 +35,6 @@ def held(modules):
 
 def test_modules_hold_shards_then_whole_parameters_then_shards():
     before = layers()
-    before[2].load_state_dict(settle(nn.Linear(5, 2, dtype=torch.float64), 2).state_dict())
     replicas = two_replicas()
     modules, blocks = replicas[1]
     shards = held(modules)

@@ -149,30 +149,18 @@ def test_main_gradients_have_memory_of_their_own():
     assert torch.equal(incoming, values(9, 1, LENGTH, WIDTH, dtype=torch.float32))
 
 
-def test_only_what_is_new_and_shared_is_copied():
-    first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+def test_only_what_is_new_dense_and_shared_is_copied():
+    first, second, third, table = (nn.Parameter(torch.zeros(2)) for _ in range(4))
     needed, third.grad = torch.ones(4), torch.ones(2)
-    gradients = begun(first, second, third)
+    gradients = begun(first, second, third, table)
 
-    first.grad, second.grad = needed[:2], torch.ones(2)
-    others = second.grad, third.grad
+    first.grad, second.grad, table.grad = needed[:2], torch.ones(2), torch.ones(2).to_sparse()
+    others = second.grad, third.grad, table.grad
     gradients.end_backward((), [needed])
     needed += 1
 
     assert first.grad.tolist() == [1.0, 1.0]
-    assert second.grad is others[0]
-    assert third.grad is others[1]
-
-
-def test_sparse_gradients_are_left_alone():
-    table = nn.Embedding(4, 2, sparse=True)
-    gradients = begun(*table.parameters())
-
-    table(torch.tensor([1, 2])).sum().backward()
-    before = table.weight.grad
-    gradients.end_backward((), [torch.ones(2)])
-
-    assert table.weight.grad is before
+    assert all(each.grad is own for each, own in zip((second, third, table), others, strict=True))
 
 
 def test_a_split_backward_finds_leaves_that_the_stage_does_not_list():

@@ -20,15 +20,13 @@ def sparse(rows, seed=1):
     return torch.sparse_coo_tensor([rows], values(seed, len(rows), 2, dtype=FLOAT64), (5, 2)).coalesce()
 
 
-def sums(*per_rank, likes=None):
-    """What each rank gets for the gradients that it holds."""
+def sums(gradients, like=LIKE):
+    """What each rank gets for the gradient that it holds."""
 
     def case(wires):
-        own = list(per_rank[wires.rank])
-        found = dict(sum_over(wires, list(range(len(per_rank))), own, likes or [LIKE] * len(own)))
-        return [found[index] for index in range(len(own))]
+        return dict(sum_over(wires, list(range(len(gradients))), [gradients[wires.rank]], [like]))[0]
 
-    return on_ranks(len(per_rank), case)
+    return on_ranks(len(gradients), case)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def sums(*per_rank, likes=None):
 def test_every_holder_gets_the_sum(gradients):
     found = [gradient.to_dense() for gradient in gradients if gradient is not None]
 
-    for (total,) in sums(*[[gradient] for gradient in gradients]):
+    for total in sums(gradients):
         if not found:
             assert total is None
         else:
@@ -89,19 +87,14 @@ def test_gradients_that_share_memory_are_each_summed():
 def test_what_was_accumulated_stays_and_is_sparse_only_with_sparse():
     dense = values(3, 5, 2, dtype=FLOAT64)
 
+    for total in sums([torch.eye(3).to_sparse()] * 2, torch.eye(3)):
+        assert torch.equal(total, 2 * torch.eye(3))  # dense, for it was sparse in more than rows
     assert added(None, None) is None
     assert added(dense, None) is dense
     assert added(None, dense) is dense
     assert added(sparse([1]), sparse([1, 2])).is_sparse
     torch.testing.assert_close(added(dense.clone(), sparse([1])), dense + sparse([1]).to_dense())
     torch.testing.assert_close(added(sparse([1]), dense.clone()), dense + sparse([1]).to_dense())
-
-
-def test_a_gradient_that_is_sparse_in_more_than_rows_becomes_dense():
-    each = torch.eye(3).to_sparse()
-
-    for (total,) in sums([each], [each], likes=[torch.eye(3)]):
-        assert torch.equal(total, 2 * torch.eye(3))
 
 
 # ---- memory
@@ -183,42 +176,3 @@ def test_a_parameter_that_nobody_uses_has_no_gradient(family, tied, main_gradien
 
     for found in on_ranks(2, case):
         assert {name for name, gradient in found.items() if gradient is None} == {n for n in found if "idle" in n}
-
-
-def table_layers():
-    return [settle(nn.Embedding(11, WIDTH, sparse=True, dtype=FLOAT64), 1), settle(nn.Linear(WIDTH, WIDTH).double(), 2)]
-
-
-def learn(layers, step):
-    table, others = [], []
-    for parameter in layers:
-        (table if parameter.shape == (11, WIDTH) else others).append(parameter)
-    optimizers = ([torch.optim.SparseAdam(table, lr=0.1)] if table else []) + [torch.optim.SGD(others, lr=0.1)]
-    for number in range(3):
-        tokens = torch.randint(11, (8,), generator=torch.Generator().manual_seed(number))
-        for _ in range(2):  # gradients of two steps add up
-            step(tokens)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("family", "debug"), [("dualpipe", "off"), ("chimera", "values")])
-def test_a_sparse_table_with_copies_on_two_ranks_learns_by_sparse_adam(family, debug):
-    target = values(2, 8, WIDTH, dtype=FLOAT64)
-
-    def case(wires):
-        pipeline = Pipeline(table_layers(), family, 4, square_loss, transport=wires, debug=debug)
-        learn(pipeline.parameters(), lambda tokens: pipeline.step(tokens, target=target))
-        return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
-
-    model = nn.Sequential(*table_layers())
-
-    def step(tokens):
-        for part, wanted in zip(tokens.split(2), target.split(2), strict=True):
-            (square_loss(model(part), wanted) / 4).backward()
-
-    learn(model.parameters(), step)
-    for found in on_ranks(2, case):
-        for name, parameter in found.items():
-            torch.testing.assert_close(parameter, dict(model.named_parameters())[name].detach(), rtol=1e-12, atol=1e-12)

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, main_type, require_main_shapes
-from penstock.execute.parameters.tied import TiedCopy
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import (
     VOCABULARY,
@@ -42,29 +42,19 @@ def token_task():
     return Task(lambda: token_layers(BFLOAT16), (tokens,), tokens.flip(0), token_loss)
 
 
-def frozen_task():
-    def layers():
-        made = [block(seed, BFLOAT16) for seed in range(4)]
-        made[1].requires_grad_(False)
-        made[2][1].weight.requires_grad_(False)
-        return made
-
-    task = float_task()
-    return Task(layers, task.inputs, task.target)
-
-
-def shared_task():
+def frozen_and_shared_task():
     """Two layers on one rank are one and the same."""
-    task = float_task()
 
     def layers():
         made = [block(seed, BFLOAT16) for seed in range(3)]
+        made[0].requires_grad_(False)
+        made[1][1].weight.requires_grad_(False)
         return [*made, nn.Sequential(made[2], nn.Tanh(), made[2])]
 
-    return Task(layers, task.inputs, task.target)
+    return replace(float_task(), make_layers=layers)
 
 
-TASKS = {"blocks": float_task, "tokens": token_task, "frozen": frozen_task, "shared": shared_task}
+TASKS = {"blocks": float_task, "tokens": token_task, "frozen and shared": frozen_and_shared_task}
 
 
 def expected_of(task, num_steps=1, tied=()):
@@ -98,10 +88,6 @@ def run(transport, task, schedule, num_steps=1, **options):
     return {name: parameter.main_grad for name, parameter in parameters.items()}
 
 
-def together(found):
-    return {name: gradient for gradients in found for name, gradient in gradients.items()}
-
-
 def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -114,7 +100,9 @@ def assert_equal(found, expected):
 def test_each_microbatch_of_two_steps_is_added_in_float32_bit_for_bit(task, schedule):
     task = TASKS[task]()
 
-    assert_equal(together(on_ranks(2, run, task, schedule, 2)), expected_of(task, 2))
+    first, second = on_ranks(2, run, task, schedule, 2)
+
+    assert_equal(first | second, expected_of(task, 2))
 
 
 TIED = [("4.weight", "0.weight")]
@@ -124,14 +112,12 @@ def test_tied_parameters_are_reduced_in_float32():
     task = token_task()
     first, last = on_ranks(2, lambda wires: run(wires, task, "1f1b", 2, tied=TIED))
 
-    expected = expected_of(task, 2, TIED)["0.weight"]
+    found, expected = first["0.weight"], expected_of(task, 2, TIED)["0.weight"]
 
-    assert first["0.weight"].dtype == torch.float32
-    assert torch.equal(first["0.weight"], last["4.weight"])
-    assert torch.allclose(
-        first["0.weight"], expected, rtol=0.02, atol=1e-3
-    )  # the parts of a microbatch are in bfloat16
-    assert not torch.equal(first["0.weight"], first["0.weight"].bfloat16().float())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, last["4.weight"])
+    assert torch.allclose(found, expected, rtol=0.02, atol=1e-3)  # the parts of a microbatch are in bfloat16
+    assert not torch.equal(found, found.bfloat16().float())
 
 
 @contextmanager
@@ -144,33 +130,13 @@ def step_of(store):
         store.end_step()
 
 
-def reduce_without(transport):
-    """Reduce a parameter that has a gradient on rank 0 alone."""
-    parameter = nn.Parameter(torch.ones(3, dtype=BFLOAT16))
-    parameter.main_grad = torch.full((3,), 1 + 2**-20) if transport.rank == 0 else None
-    copied = TiedCopy({"weight": parameter}, [0, 1])
-    copied.reduce(transport, GradientStore(lambda: [parameter], MAIN_GRAD))
-    return parameter.main_grad
-
-
-def test_a_holder_without_a_gradient_gets_that_of_the_others_in_float32():
-    found = on_ranks(2, reduce_without)
-
-    assert all(torch.equal(gradient, torch.full((3,), 1 + 2**-20)) for gradient in found)
-
-
 def test_both_copies_of_a_model_with_two_routes_end_with_the_whole_in_float32():
     task = float_task()
-    gradients = on_ranks(2, run, task, "dualpipe")
+    first, second = on_ranks(2, run, task, "dualpipe")
 
-    expected = expected_of(task)
-
-    for found in gradients:
-        assert found.keys() == expected.keys()
-        for name in found:
-            assert found[name].dtype == torch.float32
-            assert torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7), name
-            assert torch.equal(found[name], gradients[0][name])
+    assert_equal(first, second)
+    for name, expected in expected_of(task).items():
+        assert torch.allclose(first[name], expected, rtol=1e-5, atol=1e-7), name
 
 
 def test_grad_is_the_callers_before_and_after_a_step_and_the_optimizer_finds_main_gradients():
@@ -222,14 +188,10 @@ def test_gradients_of_sparse_tables_become_dense():
     assert torch.equal(table.weight.main_grad, other.weight.grad.to_dense())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "main"), [(BFLOAT16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
-)
-def test_no_type_loses_bits(dtype, main):
-    assert main_type(torch.zeros(1, dtype=dtype)) == main
+def test_no_type_loses_bits_and_parameters_without_a_shape_are_refused():
+    dtypes = [BFLOAT16, torch.float32, torch.float64]
+    assert [main_type(torch.zeros(1, dtype=dtype)) for dtype in dtypes] == [torch.float32, *dtypes[1:]]
 
-
-def test_parameters_without_a_shape_are_refused():
     error = error_of(require_main_shapes, [("0.weight", nn.LazyLinear(3).weight)])
 
     assert isinstance(error, ConfigError)

@@ -9,7 +9,7 @@ from penstock.execute.parameters.layout import StageParts
 from penstock.execute.parameters.sharded import Sharded, ShardGradients
 from penstock.execute.replicas.exchanges import ReplicaExchanges
 from penstock.execute.undocumented_backends import mesh_without_groups
-from penstock.execute.values.tensors import as_shard, is_dtensor, local_part
+from penstock.execute.values.tensors import is_dtensor, local_part
 from tests.support.local_pipelines import on_ranks, settle
 
 STEP = {"is_synced": True, "sums_tied": True, "is_training": True}
@@ -46,7 +46,8 @@ class Replica:
 
 
 @pytest.mark.feature("H4")
-def test_a_gather_gives_whole_parameters_and_a_reduction_the_rows_of_the_sum():
+@pytest.mark.parametrize("waits_for_gather", [False, True])
+def test_a_gather_gives_whole_parameters_and_a_reduction_the_rows_of_the_sum(waits_for_gather):
     def case(transport):
         replica = Replica(transport)
         replica.begin_whole()
@@ -56,7 +57,11 @@ def test_a_gather_gives_whole_parameters_and_a_reduction_the_rows_of_the_sum():
         ticket = replica.layout.reduce(0, is_last=True)
         assert weight.grad is None
         replica.layout.reshard()
-        ticket.wait()
+        assert replica.grads() == [None, None]
+        if waits_for_gather:  # which completes the reductions before it
+            replica.layout.unshard().wait()
+        else:
+            ticket.wait()
         return replica.grads()
 
     for weight, bias in on_ranks(2, case):
@@ -81,25 +86,9 @@ def test_reductions_of_a_step_add_up_and_the_last_one_adds_to_what_was_there():
             ticket.wait()
             replica.layout.end_step()
             replica.store.end_step()
-        return [None if each is None else each.unique().tolist() for each in before], replica.grads()
+        return [each.unique().tolist() for each in (*before, *replica.grads())]
 
-    for before, (weight, bias) in on_ranks(2, case):
-        assert before == [[8.0], [8.0]]  # of the first step alone
-        assert weight.unique().tolist() == bias.unique().tolist() == [16.0]
-
-
-def test_whoever_waits_for_a_gather_completes_the_reductions_before_it():
-    def case(transport):
-        replica = Replica(transport)
-        replica.begin_whole()
-        replica.backward()
-        replica.layout.reduce(0, is_last=True)
-        replica.layout.reshard()
-        assert replica.grads() == [None, None]
-        replica.layout.unshard().wait()
-        return [each.unique().tolist() for each in replica.grads()]
-
-    assert on_ranks(2, case) == [[[4.0], [4.0]]] * 2
+    assert on_ranks(2, case) == [[[8.0], [8.0], [16.0], [16.0]]] * 2  # of the first step alone, and of both
 
 
 def test_a_first_gradient_behind_a_reduction_gets_memory_of_its_own_too():
@@ -148,8 +137,3 @@ def test_a_failed_step_leaves_nothing_whole_and_no_part_of_a_sum():
         return [each.unique().tolist() for each in replica.grads()]
 
     assert on_ranks(2, case) == [[[4.0], [4.0]]] * 2
-
-
-def shard(dtype=torch.float32):
-    mesh = mesh_without_groups("data", 2, 0)
-    return nn.Parameter(as_shard(torch.zeros(2, 3, dtype=dtype), mesh, torch.Size((3, 3)), (3, 1)))

@@ -10,43 +10,40 @@ from penstock.execute.replicas.exchanges import ReplicaExchanges
 from tests.support.local_pipelines import on_ranks, settle
 
 
-def begun(transport, modules_of_stage, tied=(), launched=None, *, is_synced=True):
-    """A unit of stages with these modules in a training step; its exchanges notes what is launched."""
-    exchanges = ReplicaExchanges(transport)
-    if launched is not None:
-        launch = exchanges.sum
+def linear():
+    return settle(nn.Linear(3, 2), 1)
 
-        def noting(buffers, then):
-            launched.append([buffer.dtype for buffer in buffers])
-            return launch(buffers, then)
 
-        exchanges.sum = noting
+def begun(transport, modules_of_stage):
+    """A unit of stages with these modules in a training step, and a list of what its exchanges launch."""
+    exchanges, launched = ReplicaExchanges(transport), []
+    launch = exchanges.sum
+
+    def noting(buffers, then):
+        launched.append(buffers)
+        return launch(buffers, then)
+
+    exchanges.sum = noting
     parts = {
         stage: StageParts(lambda own=own: [each for module in own for each in module.parameters()], own)
         for stage, own in modules_of_stage.items()
     }
     every = [each for part in parts.values() for each in part.parameters()]
     store = GradientStore(lambda: dict.fromkeys(every))
-    layout = Summed(parts, store, set(map(id, tied)), exchanges)
-    layout.begin_step(is_synced=is_synced, sums_tied=True, is_training=True)
-    return layout
-
-
-def fill(modules, value):
-    for module in modules:
-        for each in module.parameters():
-            each.grad = torch.full_like(each, value)
-
-
-def linear(dtype=torch.float32):
-    return settle(nn.Linear(3, 2, dtype=dtype), 1)
+    layout = Summed(parts, store, set(), exchanges)
+    layout.begin_step(is_synced=True, sums_tied=True, is_training=True)
+    return layout, launched
 
 
 def test_what_two_stages_share_is_reduced_with_the_second_and_a_copy_of_a_stage_counts_once():
     def case(transport):
-        shared, first, second, launched = linear(), linear(), linear(), []
-        layout = begun(transport, {0: [shared, first], 3: [shared, second], 5: [shared, second]}, launched=launched)
-        fill([shared, first, second], 1)
+        shared, first, second, frozen = *(linear() for _ in range(3)), linear().requires_grad_(False)
+        stages = {0: [shared, first], 3: [shared, second], 5: [shared, second], 7: [frozen]}
+        layout, launched = begun(transport, stages)
+        for module in (shared, first, second):
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        assert layout.reduce(7, is_last=True) is None  # without gradients to train there is no reduction
         layout.reduce(0, is_last=True).wait()
         shared.weight.grad += 1  # of the backward of the second stage
         layout.reduce(5, is_last=True).wait()  # stages 3 and 5 are the same modules: the later one reduces
@@ -57,20 +54,10 @@ def test_what_two_stages_share_is_reduced_with_the_second_and_a_copy_of_a_stage_
         assert gradients == [[4.0], [2.0], [2.0]]
 
 
-def test_without_gradients_to_train_there_is_no_reduction():
-    def case(transport):
-        own = linear().requires_grad_(False)
-        layout = begun(transport, {0: [own]})
-        assert layout.reduce(0, is_last=True) is None
-        layout.begin_step(is_synced=True, sums_tied=True, is_training=False)
-
-    on_ranks(2, case)
-
-
 def test_a_sum_belongs_to_the_first_replica_until_the_next_one_and_an_evaluation_leaves_it():
     def case(transport):
         own = linear()
-        layout = begun(transport, {0: [own]})
+        layout, _ = begun(transport, {0: [own]})
         found = []
         for is_synced, is_training in ((True, True), (True, False), (False, True), (False, True), (True, True)):
             layout.begin_step(is_synced=is_synced, sums_tied=True, is_training=is_training)

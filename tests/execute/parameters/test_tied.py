@@ -1,6 +1,5 @@
 """A tied parameter has one value and one gradient, however many ranks and stages hold it."""
 
-import copy
 import re
 
 import pytest
@@ -13,19 +12,19 @@ from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.tied import TiedCopy, described_copies, require_equal_kinds
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import (
-    LENGTH,
     VOCABULARY,
     WIDTH,
     Task,
     error_of,
     float_layers,
+    on_pipelines,
     on_ranks,
+    step_task,
     token_layers,
     token_loss,
     token_task,
     values,
 )
-from tests.support.reference import reference_step
 
 FLOAT64 = torch.float64
 
@@ -47,14 +46,10 @@ def begun(copied):
     return store
 
 
-def copy_of(parameter, ranks):
-    return TiedCopy({"weight": parameter}, ranks)
-
-
 @pytest.mark.feature("H5")
 def test_all_holders_start_with_the_owners_value():
     def case(wires):
-        copied = copy_of(parameter_of(wires.rank), [1, 0, 2])
+        copied = TiedCopy({"weight": parameter_of(wires.rank)}, [1, 0, 2])
         copied.share_values(wires)
         return copied.parameters["weight"].detach()
 
@@ -67,51 +62,20 @@ def test_all_holders_get_the_sum_of_this_step_on_top_of_what_was_accumulated():
         if wires.rank == 1:
             return None
         parameter = parameter_of(wires.rank, gradient=torch.full((2, 3), 100.0, dtype=FLOAT64))
-        copied = copy_of(parameter, [2, 0])
+        other, frozen = parameter_of(wires.rank), nn.Parameter(torch.zeros(2), requires_grad=False)
+        copied = TiedCopy({"weight": parameter, "frozen": frozen, "other": other}, [2, 0])
         store = begun(copied)
         parameter.grad = values(wires.rank, 2, 3, dtype=FLOAT64)
+        other.grad = torch.full((2, 3), 1.0 + wires.rank, dtype=FLOAT64)
         copied.reduce(wires, store)
-        return parameter.grad
+        return parameter.grad, frozen.grad, other.grad.unique().tolist()
 
     first, _, last = on_ranks(3, case)
 
     expected = 100.0 + (values(2, 2, 3, dtype=FLOAT64) + values(0, 2, 3, dtype=FLOAT64))
-    assert torch.equal(first, expected)
-    assert torch.equal(last, expected)
-
-
-def test_several_parameters_are_reduced_together_and_each_by_itself():
-    def case(wires):
-        first, second = parameter_of(wires.rank), parameter_of(wires.rank)
-        frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
-        copied = TiedCopy({"first": first, "frozen": frozen, "second": second}, [1, 0])
-        store = begun(copied)
-        first.grad = torch.full((2, 3), 1.0 + wires.rank, dtype=FLOAT64)
-        second.grad = torch.full((2, 3), 10.0 * (1 + wires.rank), dtype=FLOAT64)
-        copied.reduce(wires, store)
-        return first.grad.unique().tolist(), frozen.grad, second.grad.unique().tolist()
-
-    assert on_ranks(2, case) == [([3.0], None, [30.0])] * 2
-
-
-def test_sparse_gradients_of_other_rows_add_up_to_a_dense_one():
-    def case(wires):
-        embedding = nn.Embedding(3, 2, sparse=True, dtype=FLOAT64)
-        copied = copy_of(embedding.weight, [0, 1, 2])
-        if wires.rank < 2:
-            embedding(torch.tensor([0])).sum().backward()  # accumulated before
-        store = begun(copied)
-        if wires.rank == 2:
-            embedding.weight.grad = torch.full((3, 2), 5.0, dtype=FLOAT64)
-        else:
-            embedding(torch.tensor([wires.rank, 2])).sum().backward()
-        copied.reduce(wires, store)
-        return embedding.weight.grad
-
-    *sparse_before, none_before = on_ranks(3, case)
-
-    assert none_before[:, 0].tolist() == [6.0, 6.0, 7.0]
-    assert [gradient[:, 0].tolist() for gradient in sparse_before] == [[7.0, 6.0, 7.0]] * 2
+    for total, *others in (first, last):
+        assert torch.equal(total, expected)
+        assert others == [None, [4.0]]
 
 
 class Counting(nn.Module):
@@ -145,8 +109,7 @@ def test_copies_of_a_layer_start_with_the_owners_buffers_and_keep_saved_ones_equ
 # ---- in a pipeline
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(("kind", "schedule"), [(nn.Embedding, "1f1b"), (nn.EmbeddingBag, "dualpipe")])
 def test_a_table_that_its_lookups_renormalize_is_not_tied_over_ranks(kind, schedule):
     def layers():
         first = kind(VOCABULARY, WIDTH, max_norm=0.5, dtype=FLOAT64)
@@ -186,12 +149,8 @@ def test_gradients_that_are_views_of_a_flat_buffer_stay_there(schedule, attribut
         assert torch.equal(found, expected)
 
 
-def untied_modules():
-    return token_layers(FLOAT64, 2)
-
-
 def tied_modules():
-    layers = untied_modules()
+    layers = token_layers(FLOAT64, 2)
     layers[3].weight = layers[0].weight
     return layers
 
@@ -203,26 +162,17 @@ def test_a_layer_that_appears_twice_is_one_layer(num_ranks):
         return [first, second, first]
 
     task = Task(make_layers, (values(1, 4, WIDTH, dtype=FLOAT64),), values(2, 4, WIDTH, dtype=FLOAT64))
-    layers = make_layers()
 
-    def case(wires):
-        pipeline = Pipeline(copy.deepcopy(layers), "1f1b", 2, task.loss, transport=wires)
-        pipeline.step(*task.inputs, target=task.target)
-        return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+    outcomes = on_pipelines(num_ranks, task, lambda pipeline: step_task(pipeline, task), num_microbatches=2)
 
-    found = on_ranks(num_ranks, case)
-
-    reference_step(layers, task.inputs, {}, task.target, loss=task.loss, num_microbatches=2)
-    for part in found:
-        for name, gradient in part.items():
-            index, _, own = name.partition(".")
-            wanted = dict(layers[int(index)].named_parameters())[own].grad
-            torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    _, gradients = task.reference(2)
+    for outcome in outcomes:
+        for name, gradient in outcome.gradients.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-12)
 
 
 def test_a_failed_step_keeps_the_tied_gradient_of_the_step_before():
     task = token_task(4, FLOAT64)
-    assert task.target.shape == (4, LENGTH)
 
     def case(wires):
         losses = [token_loss, lambda output, target: None]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock.execute.replicas import first_replica
-from penstock.execute.replicas.first_replica import SavedBuffers, Share, share_all
+from penstock.execute.replicas.first_replica import SavedBuffers, share_all
 from tests.support.local_pipelines import on_ranks, values
 
 
@@ -24,38 +24,24 @@ def tensors_of(rank):
     ]
 
 
-def assert_are_the_first(found):
-    for own in found:
-        for tensor, expected in zip(own, tensors_of(0), strict=True):
+@pytest.mark.parametrize("piece_bytes", [None, 64], ids=["in one message", "piece by piece"])
+def test_all_kinds_of_tensors_arrive_as_they_are(monkeypatch, piece_bytes):
+    sizes = []
+    if piece_bytes is not None:
+        monkeypatch.setattr(first_replica, "PIECE_BYTES", piece_bytes)
+
+    def case(transport):
+        found, post = tensors_of(transport.rank), transport.post_send
+        transport.post_send = lambda peer, tensor: (sizes.append(tensor.nbytes), post(peer, tensor))[1]
+        share_all(transport, [torch.empty(0)])  # nothing is sent where there is nothing
+        share_all(transport, found)
+        return found
+
+    for found in on_ranks(3, case):
+        for tensor, expected in zip(found, tensors_of(0), strict=True):
             assert torch.equal(tensor, expected)
             assert tensor.stride() == expected.stride()
-
-
-def test_all_kinds_of_tensors_arrive_in_one_message():
-    def case(transport):
-        own = tensors_of(transport.rank)
-        Share(transport, own).wait()
-        return own
-
-    assert_are_the_first(on_ranks(3, case))
-
-
-def test_large_tensors_come_piece_by_piece(monkeypatch):
-    monkeypatch.setattr(first_replica, "PIECE_BYTES", 64)
-    sizes = []
-
-    def case(transport):
-        own, post = tensors_of(transport.rank), transport.post_send
-        transport.post_send = lambda peer, tensor: (sizes.append(tensor.nbytes), post(peer, tensor))[1]
-        share_all(transport, own)
-        return own
-
-    assert_are_the_first(on_ranks(2, case))
-    assert len(sizes) > 3
-
-
-def test_nothing_is_sent_where_there_is_nothing():
-    on_ranks(2, lambda transport: Share(transport, [torch.empty(0)]).wait())
+    assert len(sizes) == 2 if piece_bytes is None else len(sizes) > 6
 
 
 class LeavesOut(nn.Sequential):
@@ -73,8 +59,9 @@ class LeavesOut(nn.Sequential):
         (checkpoint_wrapper, [0]),
         (LeavesOut, []),
         (lambda inner: nn.Sequential(inner, inner), [0]),
+        (lambda inner: nn.Sequential(inner, nn.LazyLinear(2)), [0]),
     ],
-    ids=["plain", "renamed", "left out", "twice"],
+    ids=["plain", "renamed", "left out", "twice", "beside a parameter without a shape"],
 )
 def test_the_saved_buffers_are_those_that_modules_hold_now(wrap, count):
     inner, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
@@ -83,7 +70,3 @@ def test_the_saved_buffers_are_those_that_modules_hold_now(wrap, count):
     inner.running_mean = torch.ones(2)
 
     assert [buffer.tolist() for buffer in buffers.now()] == [[1.0, 1.0], [1.0, 1.0], *count]
-
-
-def test_parameters_without_a_shape_are_passed_over():
-    assert SavedBuffers([nn.Sequential(nn.LazyLinear(2), nn.BatchNorm1d(2, affine=False))]).now()[0].tolist() == [0, 0]

@@ -10,7 +10,7 @@ from penstock import build
 from penstock.errors import ConfigError
 from penstock.execute.replicas.mesh import MeshRanks, read_mesh, require_sizes
 from penstock.pipeline import Pipeline
-from tests.support.local_pipelines import error_of, float_layers, square_loss
+from tests.support.local_pipelines import assert_errors, error_of, float_layers, square_loss
 from tests.support.mesh_pipelines import local_mesh, on_mesh
 
 
@@ -21,22 +21,9 @@ def test_threads_are_numbered_replica_by_replica():
     assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     assert mesh[5].name == "rank 5 (pipeline 1, data 2)"
     assert {places.num_replicas for places in mesh} == {3}
-
-
-def test_without_replicas_ranks_have_their_numbers_alone():
-    (first, second) = local_mesh(pipeline=2)
-
-    assert first.data is None
-    assert second.name == "rank 1"
-
-
-def test_what_is_no_mesh_is_refused():
-    with pytest.raises(ConfigError, match="expected a DeviceMesh"):
-        read_mesh((2, 2))
-
-
-def test_a_mesh_prints_as_its_sizes_and_ranks():
     assert str(MeshRanks([[0, 2], [1, 3]])) == "data 2 x pipeline 2 of the ranks [[0, 2], [1, 3]]"
+    alone = local_mesh(pipeline=2)[1]
+    assert (alone.data, alone.name) == (None, "rank 1")
 
 
 @pytest.mark.parametrize(
@@ -48,15 +35,16 @@ def test_a_schedule_for_other_ranks_names_the_sizes_that_fit(num_ranks, advice):
 
     assert isinstance(error, ConfigError)
     assert advice in str(error)
+    with pytest.raises(ConfigError, match="expected a DeviceMesh"):
+        read_mesh((2, 2))
 
 
 def test_a_schedule_that_does_not_fit_is_refused_on_every_rank():
     schedule = build("1f1b", ranks=4, microbatches=4)
 
-    def case(places):
-        return str(error_of(Pipeline, float_layers(), schedule, loss=square_loss, mesh=places))
+    errors = on_mesh(2, 2, lambda places: error_of(Pipeline, float_layers(), schedule, loss=square_loss, mesh=places))
 
-    assert all("is for 4 ranks, but 'pipeline' has 2 of the 4" in text for text in on_mesh(2, 2, case))
+    assert_errors(errors, ConfigError, "is for 4 ranks, but 'pipeline' has 2 of the 4")
 
 
 class TrainedLoss(nn.Module):
@@ -71,37 +59,23 @@ class TrainedLoss(nn.Module):
         return square_loss(output * self.scale, target)
 
 
-def of_frozen_scale(head=None):
-    loss = TrainedLoss(head)
-    loss.scale.requires_grad_(False)
-    return loss
-
-
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: partial(loss, weight=None)])
 def test_a_loss_with_trainable_parameters_is_refused_on_every_rank_of_replicas(wrap):
     def case(places):
         layers = float_layers()
         return error_of(Pipeline, layers, "1f1b", 4, wrap(TrainedLoss(layers[-1])), mesh=places)
 
-    for error in on_mesh(2, 2, case):
-        assert isinstance(error, ConfigError)
-        assert "TrainedLoss has trainable parameters that are of no layer here (scale)" in str(error)
-        assert "put them into the last layer" in str(error)
+    told = "TrainedLoss has trainable parameters that are of no layer here (scale)"
+    assert_errors(on_mesh(2, 2, case), ConfigError, told, "put them into the last layer")
 
 
-@pytest.mark.parametrize(("data", "make_loss"), [(1, TrainedLoss), (2, of_frozen_scale)])
-def test_a_loss_whose_parameters_are_frozen_or_of_one_replica_is_taken(data, make_loss):
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_loss_whose_parameters_are_frozen_or_of_one_replica_is_taken(data):
     def case(places):
         layers = float_layers()
-        with Pipeline(layers, "1f1b", 4, make_loss(layers[-1]), mesh=places) as pipeline:
-            return pipeline.rank
-
-    assert on_mesh(2, data, case) == [0, 1] * data
-
-
-def test_a_pipeline_says_where_it_is():
-    def case(places):
-        with Pipeline(float_layers(), "1f1b", 4, square_loss, mesh=places) as pipeline:
+        loss = TrainedLoss(layers[-1])
+        loss.scale.requires_grad_(data == 1)
+        with Pipeline(layers, "1f1b", 4, loss, mesh=places) as pipeline:
             return pipeline.rank, pipeline.replica, pipeline.num_replicas
 
-    assert on_mesh(2, 2, case) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
+    assert on_mesh(2, data, case) == [(rank, replica, data) for replica in range(data) for rank in range(2)]

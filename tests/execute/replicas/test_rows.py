@@ -17,23 +17,17 @@ def parts_of(rows, whole):
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_parts_of_all_replicas_are_the_whole(shape, num_replicas):
+def test_parts_are_the_whole_and_each_replica_has_the_rows_that_chunk_gives_it_and_zeros_behind(shape, num_replicas):
     whole = values(1, *shape, 1)[..., 0]
     rows = Rows.of(whole, num_replicas)
-
     parts = parts_of(rows, whole)
 
     assert torch.equal(rows.whole_in(parts.reshape(-1)), whole)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("shape", SHAPES[1:])
-def test_each_replica_has_the_rows_that_chunk_gives_it_and_zeros_behind(shape, num_replicas):
-    whole = values(1, *shape)
-    rows = Rows.of(whole, num_replicas)
+    if not shape:  # each replica has a scalar as a whole
+        assert parts.tolist() == [[whole.item()]] * num_replicas
+        return
     expected = [*whole.chunk(num_replicas), *[whole[:0]] * num_replicas][:num_replicas]
-
-    for replica, part in enumerate(parts_of(rows, whole)):
+    for replica, part in enumerate(parts):
         own = rows.own_in(part, replica)
         assert torch.equal(own, expected[replica])
         assert not part[own.numel() :].any()
@@ -42,22 +36,12 @@ def test_each_replica_has_the_rows_that_chunk_gives_it_and_zeros_behind(shape, n
         assert torch.equal(taken, part)
 
 
-def test_each_replica_has_a_scalar_as_a_whole():
-    rows = Rows.of(torch.tensor(3.0), 3)
-
-    assert parts_of(rows, torch.tensor(3.0)).tolist() == [[3.0]] * 3
-
-
 def test_dimensions_stay_in_their_order_in_memory_where_rows_are_outermost():
     whole = values(1, 8, 2, 3, 3).to(memory_format=torch.channels_last)
     rows = Rows.of(whole, 3)
 
     assert rows.whole_in(parts_of(rows, whole).reshape(-1)).stride() == whole.stride()
     assert rows.own_in(parts_of(rows, whole)[2], 2).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_rows_that_do_not_lie_one_after_another_get_contiguous_memory():
-    whole = values(1, 4, 6).t()
+    whole = values(1, 4, 6).t()  # whose rows do not lie one after another, so they get contiguous memory
     rows = Rows.of(whole, 2)
-
     assert rows.whole_in(parts_of(rows, whole).reshape(-1)).stride() == (4, 1)

@@ -1,5 +1,6 @@
 """The state of shards comes together on the first replica, and is dealt out from there."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -42,30 +43,21 @@ def test_the_first_replica_gets_whole_tensors():
         assert all(each is None for each, _ in others)
 
 
-def test_each_replica_gets_its_rows_of_what_the_first_was_given():
+@pytest.mark.parametrize("gives_shards", [False, True])
+def test_each_replica_gets_its_rows_of_what_the_first_was_given_or_takes_given_shards(gives_shards):
     def case(places):
         own, _ = state_on(places)
         given = settle(Scaled(), 9).state_dict() if places.replica == 0 else {}
+        if gives_shards:
+            given = {"weight": state_on(places, seed=9)[0]["weight"]}
         rest = deal_out(Control.of(places), own, given)
         return list(rest), {name: local_part(value) for name, value in own.items() if is_dtensor(value)}
 
     ranks = on_mesh(1, 3, case)
 
-    expected = settle(Scaled(), 9).state_dict()
-    assert ranks[0][0] == ["count"]
-    assert torch.equal(torch.cat([own["weight"] for _, own in ranks]), expected["weight"])
-    assert torch.equal(torch.cat([own["bias"] for _, own in ranks]), expected["bias"])
+    before, given = settle(Scaled(), 1).state_dict(), settle(Scaled(), 9).state_dict()
+    expected = before | {"weight": given["weight"]} if gives_shards else given
+    assert ranks[0][0] == ([] if gives_shards else ["count"])
+    for name in ("weight", "bias"):
+        assert torch.equal(torch.cat([own[name] for _, own in ranks]), expected[name])
     assert [own["factor"].item() for _, own in ranks] == [expected["factor"].item()] * 3
-
-
-def test_shards_that_were_given_are_taken_as_they_are_and_what_is_missing_stays():
-    def case(places):
-        own, before = state_on(places)
-        theirs, _ = state_on(places, seed=9)
-        deal_out(Control.of(places), own, {"weight": theirs["weight"]})
-        return local_part(own["weight"]).clone(), local_part(own["bias"]).clone(), before["bias"]
-
-    ranks = on_mesh(1, 2, case)
-
-    assert torch.equal(torch.cat([weight for weight, _, _ in ranks]), settle(Scaled(), 9).weight)
-    assert torch.equal(torch.cat([bias for _, bias, _ in ranks]), ranks[0][2])
