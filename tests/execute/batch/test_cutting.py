@@ -1,8 +1,5 @@
 """Arguments, keywords and target are cut by one rule, along the samples and along the sequence."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +36,22 @@ def test_args_keywords_and_target_are_split_alike():
         assert torch.equal(part.target, target[start : start + 2])
 
 
-def test_what_is_no_tensor_is_replicated():
-    marker = object()
-    batch = (rows(4), {"flag": True, "more": [marker, None, "text"], "scalar": torch.tensor(7.0)})
-
-    parts = split_batch(batch, {}, None, num_microbatches=2)
-
-    for part in parts:
-        assert part.args[1]["flag"] is True
-        assert part.args[1]["more"] == [marker, None, "text"]
-        assert part.args[1]["scalar"] == 7.0
-
-
 @pytest.mark.feature("A4")
-def test_nested_trees_keep_their_form():
-    parts = split_batch((Batch((rows(4), [rows(4, 2)]), 2.0),), {}, {"y": rows(4)}, num_microbatches=2)
+def test_nested_trees_keep_their_form_and_presplit_parts_are_handed_out_as_they_are():
+    marker = object()
+    others = {"flag": True, "more": [marker, None, "text"], "scalar": torch.tensor(7.0)}
+    args = Batch((rows(4), [rows(4, 2)]), 2.0), others
+    parts = split_batch(args, {}, {"y": rows(4)}, num_microbatches=2)
+    without = split_batch((), {}, None, num_microbatches=3, specs=BatchSpec(args=(Split(1),)))
 
+    ones, targets = [{"x": rows(3)}, {"x": rows(1)}], [rows(3), rows(1)]
+    presplit = split_batch((PreSplit(ones),), {}, PreSplit(targets), num_microbatches=2)
+
+    assert [(part.args[0], part.target, part.size) for part in presplit] == list(
+        zip(ones, targets, (3, 1), strict=True)
+    )
+    assert [part.args[1] for part in parts] == [others, others]
+    assert [(part.args, part.kwargs, part.target, part.size) for part in without] == [((), {}, None, 0)] * 3
     assert isinstance(parts[0].args[0], Batch)
     assert parts[1].args[0].scale == 2.0
     assert parts[1].args[0].tokens[1][0].tolist() == [[2.0, 2.0], [3.0, 3.0]]
@@ -74,21 +71,7 @@ def test_specs_choose_the_dimension_or_replicate():
     assert parts[3].kwargs["w"].tolist() == [6.0, 7.0]
 
 
-def test_a_batch_without_tensors_has_microbatches_of_size_0():
-    parts = split_batch((), {}, None, num_microbatches=3, specs=BatchSpec(args=(Split(1),), kwargs={"a": Replicate()}))
-
-    assert [(part.args, part.kwargs, part.target, part.size) for part in parts] == [((), {}, None, 0)] * 3
-
-
-def test_presplit_parts_are_handed_out_as_they_are():
-    ones = [{"x": rows(3)}, {"x": rows(1)}]
-    targets = [rows(3), rows(1)]
-
-    parts = split_batch((PreSplit(ones),), {}, PreSplit(targets), num_microbatches=2)
-
-    assert [part.args[0] for part in parts] == ones
-    assert [part.target for part in parts] == targets
-    assert [part.size for part in parts] == [3, 1]
+REPLICATED = (None, Replicate())
 
 
 @pytest.mark.feature("A3")
@@ -103,14 +86,13 @@ def test_presplit_parts_are_handed_out_as_they_are():
         ((torch.tensor(1.0),), Split(), r"args\[0\] of shape \(\) cannot be split on dim 0"),
         ((rows(4),), {1: Split()}, r"args: the spec names 1"),
         ((rows(4),), Split, r"args: the spec <class .*Split'> does not fit"),
+        ((rows(0),), None, "has 0 rows"),
+        ((rows(2), PreSplit([1, 2, 3, 4])), REPLICATED, r"args\[1\]: PreSplit holds 4 parts for 2 microbatches"),
     ],
 )
 def test_wrong_inputs_are_errors_that_name_the_place(args, specs, message):
     with pytest.raises(PipelineError, match=message):
-        split_batch(args, {}, None, num_microbatches=2, specs=BatchSpec(args=specs))
-
-
-def test_there_is_at_least_one_microbatch():
+        split_batch(args, {}, None, num_microbatches=2, specs=BatchSpec(args=specs), takes_any_size=len(args) == 2)
     with pytest.raises(PipelineError, match="num_microbatches is 0"):
         split_batch((rows(4),), {}, None, num_microbatches=0)
 
@@ -158,28 +140,6 @@ def test_a_signature_changes_with_everything_that_may_change_a_shape():
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.slow
-def test_a_signature_is_the_same_in_every_process():
-    script = (
-        "import torch; from penstock.execute.batch.cutting import BatchRule, Split, BatchSpec;"
-        "rule = BatchRule(2, specs=BatchSpec(args=(Split(1), None)));"
-        "print(rule.signature((torch.ones(4, 2), {'a': 'text'}), {}, None))"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "77"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-
-    specs = BatchSpec(args=(Split(1), None))
-    here = BatchRule(2, specs=specs).signature((torch.ones(4, 2), {"a": "text"}), {}, None)
-    assert done.stdout.strip() == here, done.stderr
-
-
-def test_fewer_microbatches_than_parts_are_refused_though_their_rows_do_not_count():
-    images = PreSplit([1, 2, 3, 4])
-    specs = BatchSpec(args=(None, Replicate()))
-    with pytest.raises(PipelineError, match=r"args\[1\]: PreSplit holds 4 parts for 2 microbatches"):
-        BatchRule(4, specs=specs, takes_any_size=True).microbatches((rows(2), images), {}, None)
-
-
 @pytest.mark.parametrize(
     ("num_rows", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (4, [1] * 4), (3, [1] * 3), (1, [1])]
 )
@@ -190,11 +150,6 @@ def test_a_rule_that_takes_any_size_makes_fewer_microbatches_of_few_rows(num_row
     assert [part.index for part in parts] == list(range(len(sizes)))
     assert torch.equal(torch.cat([part.args[0] for part in parts]), rows(num_rows))
     assert all(part.kwargs == {"scale": 2} for part in parts)
-
-
-def test_no_rows_at_all_are_refused_whatever_the_rule():
-    with pytest.raises(PipelineError, match="has 0 rows"):
-        BatchRule(4, takes_any_size=True).microbatches((rows(0),), {}, None)
 
 
 # ---- what cannot be cut
@@ -236,35 +191,25 @@ def test_an_object_with_rows_of_the_batch_is_refused_unless_it_is_marked(value, 
     "value",
     [
         Opaque(table=rows(5), scale=torch.tensor(1.0), names=["a"] * 8),
+        Opaque(keys=rows(0)),
         torch.nn.Linear(3, 8),
         rows(5).numpy(),
         ["text"] * 8,
         score_of(rows(3)),
     ],
 )
-def test_an_object_without_rows_of_the_batch_goes_whole(value):
-    parts = split_batch((rows(8),), {"k": value}, None, num_microbatches=4)
+@pytest.mark.parametrize("args", [(rows(8),), ()], ids=["rows", "of other ranks"])
+def test_an_object_without_rows_of_the_batch_goes_whole(value, args):
+    parts = split_batch(args, {"k": value}, None, num_microbatches=4)
 
     assert all(part.kwargs["k"] is value or part.kwargs["k"] == value for part in parts)
 
 
-def test_an_empty_tensor_in_an_object_is_no_row_of_a_batch_that_is_given_to_other_ranks():
-    value = Opaque(keys=rows(0))
-
-    parts = split_batch((), {"k": value}, None, num_microbatches=4)
-
-    assert all(part.kwargs["k"] is value for part in parts)
-
-
-def test_rows_in_an_object_are_counted_along_the_dimension_of_its_marker():
+def test_rows_in_an_object_are_counted_along_the_dimension_of_its_marker_and_named_by_ranks_without_rows():
     value = Opaque(x=rows(8, 3).T)
 
     split_batch((rows(8),), {"k": value}, None, num_microbatches=4)
     with pytest.raises(PipelineError, match=r"kwargs\['k'\].x has 8 rows"):
         split_batch((rows(8),), {"k": value}, None, num_microbatches=4, specs=BatchSpec(kwargs=Split(1)))
-
-
-def test_a_rank_without_rows_says_of_how_many_rows_its_objects_are():
     found = BatchRule(4).uncut_rows((Opaque(x=rows(8), y=rows(3)),), {"k": rows(2)}, None)
-
     assert {number: text.partition(" has")[0] for number, text in found.items()} == {8: "args[0].x", 3: "args[0].y"}

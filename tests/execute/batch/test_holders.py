@@ -1,6 +1,6 @@
 """Tensors are found in objects that a batch cannot be cut through, and nothing of these objects is run."""
 
-from collections import UserDict
+from collections import UserDict, UserList
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -61,10 +61,6 @@ class Guarded:
         raise AssertionError("an attribute was asked for")
 
 
-class Listed(list):
-    """A list of a class of its own."""
-
-
 def closing_over(value):
     return lambda score, row: score + value[row]
 
@@ -91,7 +87,7 @@ def closing_over_nothing_yet():
         (Plain(parts=[1, {"mask": ROWS}]), ".parts[1]['mask']"),
         (Slotted(ROWS), "._Slotted__hidden"),
         (UserDict({(1, 2): ROWS}), ".data[(1, 2)]"),
-        (Listed([0, ROWS]), "[1]"),
+        (UserList([0, ROWS]), ".data[1]"),
         (MappingProxyType({"mask": ROWS}), "['mask']"),
         ({"never": {ROWS}}["never"], "[0]"),
         (closing_over(ROWS), " reading value"),
@@ -104,10 +100,6 @@ def test_the_way_to_a_tensor_is_what_python_would_write(value, way):
     assert rows_within(value, 0).get(5) == way
 
 
-def test_a_tensor_that_a_function_reads_from_its_module_is_found():
-    assert rows_within(reading_its_module, 0) == {7: " reading BIAS"}
-
-
 def test_the_nearest_tensor_of_each_length_is_found_along_the_dimension():
     value = Plain(deep=Plain(mask=ROWS, table=torch.ones(2, 4)), mask=ROWS, scalar=torch.tensor(1.0))
 
@@ -116,17 +108,12 @@ def test_the_nearest_tensor_of_each_length_is_found_along_the_dimension():
     assert rows_within(value, 2) == {}
 
 
-def test_what_belongs_to_a_model_or_a_library_is_not_looked_at():
+def test_a_tensor_that_a_function_reads_from_its_module_is_found_and_nothing_is_run():
+    assert rows_within(reading_its_module, 0) == {7: " reading BIAS"}
     module = nn.Linear(3, 5)
-
-    assert rows_within(Plain(module=module, parameter=nn.Parameter(ROWS), library=torch, kind=Slotted), 0) == {}
-    assert rows_within(module.forward, 0) == {}
-
-
-def test_nothing_is_run():
-    assert rows_within(Lazy(), 0) == {}
-    assert rows_within(closing_over_nothing_yet(), 0) == {}
-    assert rows_within(Guarded(), 0) == {}
+    of_model_or_library = Plain(module=module, parameter=nn.Parameter(ROWS), library=torch, kind=Slotted)
+    for value in (Lazy(), closing_over_nothing_yet(), Guarded(), of_model_or_library, module.forward):
+        assert rows_within(value, 0) == {}
 
 
 def test_an_object_within_itself_and_one_of_many_entries_end_the_search():

@@ -103,6 +103,26 @@ def test_batches_in_the_memory_of_the_host_train_as_those_of_the_device(on_devic
     on_device(host_batches_train_as_those_of_the_device, form, is_pinned)
 
 
+def gradients_and_evaluations(device):
+    """An input that needs a gradient gets it on the host; a pinned batch is the caller's again behind an evaluation."""
+    torch.manual_seed(0)
+    pipeline = Pipeline([nn.Linear(WIDTH, WIDTH)], "gpipe", 2, nn.functional.mse_loss, device=device)
+    leaves = [torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).requires_grad_() for _ in range(2)]
+    for leaf, place in zip(leaves, (device, "cpu"), strict=True):
+        pipeline.step(leaf.to(place), target=torch.zeros(ROWS, WIDTH, device=place))
+    assert torch.equal(*(leaf.grad for leaf in leaves))
+
+    inputs = torch.randn(ROWS, WIDTH).pin_memory()
+    expected = pipeline.evaluate(inputs.to(device), return_outputs=True).outputs
+    outputs = pipeline.evaluate(inputs, return_outputs=True).outputs
+    inputs.zero_()
+    assert torch.equal(outputs, expected)
+
+
+def test_inputs_get_their_gradients_on_the_host_and_pinned_ones_are_the_callers_again_behind_an_evaluation(on_device):
+    on_device(gradients_and_evaluations)
+
+
 def copies_without_streams(device):
     """Train where no stream is beside the current one."""
     losses, _ = trained(device, "whole", lambda tensor: tensor)
@@ -114,36 +134,6 @@ def copies_without_streams(device):
 
 def test_a_device_without_further_streams_copies_by_the_current_one(on_device):
     on_device(copies_without_streams)
-
-
-def gradient_finds_its_way(device):
-    torch.manual_seed(0)
-    found = []
-    for place in (device, "cpu"):
-        pipeline = Pipeline([nn.Tanh()], "gpipe", 2, nn.functional.mse_loss, device=device)
-        leaf = torch.linspace(-1, 1, 8).reshape(4, 2).requires_grad_()
-        pipeline.step(leaf.to(place), target=torch.zeros(4, 2, device=place))
-        found.append(leaf.grad)
-    assert torch.equal(*found)
-
-
-def test_an_input_that_needs_a_gradient_gets_it_on_the_host(on_device):
-    on_device(gradient_finds_its_way)
-
-
-def evaluations_without_a_target(device):
-    pipeline = Pipeline([nn.Linear(WIDTH, WIDTH)], "gpipe", 2, nn.functional.mse_loss, device=device)
-    inputs = torch.randn(ROWS, WIDTH).pin_memory()
-    expected = pipeline.evaluate(inputs.to(device), return_outputs=True).outputs
-
-    outputs = pipeline.evaluate(inputs, return_outputs=True).outputs
-    inputs.zero_()
-
-    assert torch.equal(outputs, expected)
-
-
-def test_a_pinned_batch_is_the_callers_again_behind_an_evaluation_too(on_device):
-    on_device(evaluations_without_a_target)
 
 
 def test_stages_on_the_cpu_have_nothing_that_copies():

@@ -11,22 +11,17 @@ from penstock.execute.batch.microbatch import BatchSpec, Replicate, Split
 from tests.execute.batch.test_cutting import split_batch
 from tests.execute.batch.test_microbatch import rows
 from tests.execute.values.test_block_masks import ROWS, mask_of
+from tests.support.local_pipelines import error_of
 
 OLD_TORCH = "dq_kv_order" not in BlockMask.__annotations__
 
 
-def test_pieces_are_views():
+def test_pieces_are_views_of_which_a_change_in_place_leaves_the_others_as_they_were_to_autograd():
     x = rows(4, 2)
-
-    parts = split_batch((x,), {}, None, num_microbatches=2)
-    x.add_(100)
-
-    assert parts[1].args[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert torch.equal(parts[1].args[0], x[2:])
-
-
-def test_a_piece_that_is_changed_in_place_leaves_the_others_as_they_were_to_autograd():
-    first, second = split_batch((rows(4, 2),), {}, None, num_microbatches=2)
+    first, second = split_batch((x,), {}, None, num_microbatches=2)
+    assert second.args[0].data_ptr() == x[2:].data_ptr()
+    from_the_end = split_batch((x.T,), {}, None, num_microbatches=2, specs=BatchSpec(args=Split(-1)))
+    assert [tuple(part.args[0].shape) for part in from_the_end] == [(2, 2), (2, 2)]
     weight = torch.ones(2, requires_grad=True)
     product = (first.args[0] * weight).sum()
 
@@ -49,29 +44,17 @@ def test_a_backward_of_one_piece_calls_no_hook_of_another():
     assert x.grad.tolist() == [[0.0, 0.0]] * 2 + [[3.0, 3.0]] * 2 + [[0.0, 0.0]] * 2
 
 
-def test_negative_dimensions_count_from_the_end():
-    parts = split_batch((rows(4, 3).T,), {}, None, num_microbatches=2, specs=BatchSpec(args=Split(-1)))
-
-    assert [tuple(part.args[0].shape) for part in parts] == [(3, 2), (3, 2)]
-
-
-def test_a_block_mask_for_any_row_or_one_that_is_marked_goes_whole():
+def test_a_block_mask_of_other_rows_is_refused_and_one_for_any_row_or_that_is_marked_goes_whole():
     causal, mask = mask_of(None, lambda row, head, query, key: query >= key), mask_of(2)
-    batch = {"causal": causal, "mask": mask}
+    batch, marked = {"causal": causal, "mask": mask}, BatchSpec(kwargs={"mask": Replicate()})
 
-    parts = split_batch((rows(6),), batch, None, num_microbatches=3, specs=BatchSpec(kwargs={"mask": Replicate()}))
+    parts = split_batch((rows(6),), batch, None, num_microbatches=3, specs=marked)
+    error = error_of(split_batch, (rows(12),), {"mask": mask_of()}, None, num_microbatches=3)
 
     assert all(part.kwargs["causal"] is causal and part.kwargs["mask"] is mask for part in parts)
-
-
-def test_a_block_mask_of_other_rows_is_refused_with_the_fix():
-    with pytest.raises(PipelineError) as caught:
-        split_batch((rows(12),), {"mask": mask_of()}, None, num_microbatches=3)
-
-    assert "args[0] (shape (12,), split on dim 0) has 12 rows, but kwargs['mask'] (a BlockMask) has 6" in str(
-        caught.value
-    )
-    assert "ps.PreSplit([...]) of one BlockMask for each microbatch" in str(caught.value)
+    assert isinstance(error, PipelineError)
+    assert "args[0] (shape (12,), split on dim 0) has 12 rows, but kwargs['mask'] (a BlockMask) has 6" in str(error)
+    assert "ps.PreSplit([...]) of one BlockMask for each microbatch" in str(error)
 
 
 def test_a_block_mask_is_not_cut_along_the_sequence():

@@ -59,11 +59,8 @@ def test_a_batch_may_be_on_the_host_of_an_accelerator_and_on_no_other_device(dev
     needs.require_device((ON_HOST, 3.0), {"labels": ON_HOST})
     with pytest.raises(PipelineError, match=f"tensors of the {what} are on .*meta, but this rank computes on {device}"):
         needs.require_device(args, target)
-
-
-def test_what_the_stages_do_not_take_may_be_anywhere():
-    InputNeeds(False, False, device=GPU).require_device((ELSEWHERE,), ELSEWHERE)
-    InputNeeds(True, True).require_device((ELSEWHERE,), ELSEWHERE)
+    InputNeeds(False, False, device=GPU).require_device(args, target)
+    InputNeeds(True, True).require_device(args, target)
 
 
 def found(microbatch, *, inputs=True, target=True, keywords=frozenset({"mask"}), device=GPU):
@@ -86,19 +83,11 @@ def test_a_rank_has_to_copy_what_its_stages_take_and_nothing_else():
     assert found(batch, inputs=False) == ["target", "mask"]
     assert found(batch, target=False, keywords=frozenset()) == ["args"]
     assert found(batch, keywords=frozenset({ANY_KEYWORD})) == ["args", "target", "mask", "lengths"]
-
-
-def test_nothing_is_copied_to_stages_on_the_cpu():
-    batch = (host(),), {"mask": host()}, host()
-
     assert found(batch, device=torch.device("cpu")) == found(batch, device=None) == []
 
 
-def test_numbers_go_with_the_inputs_that_are_copied():
+def test_numbers_go_with_inputs_that_are_copied_and_what_is_beside_those_on_the_device_stays_on_the_host():
     assert found(((host(), NUMBER), {"mask": torch.ones(())}, 3)) == ["args", "mask"]
     assert found(((NUMBER,), {}, 3)) == []
-
-
-def test_what_is_beside_inputs_on_the_device_stays_on_the_host():
     assert found(((ELSEWHERE, host()), {"mask": host()}, host())) == ["target"]
     assert found(((ELSEWHERE,), {"mask": host()}, None)) == []

@@ -1,11 +1,11 @@
 """The data of one step come when they are needed and go after their last use."""
 
+import pytest
+
 from penstock.execute.batch.microbatch import Microbatch, without_data
 from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.batch.stream import DataTimes
 from penstock.ir.timeline import DataWait
-
-EMPTY = Microbatch(0, (), {}, None, 2)
 
 
 class Endless:
@@ -43,23 +43,15 @@ class Copies:
         self.log.append(("arrive", index))
 
 
-def test_what_is_pulled_is_copied_to_the_device_and_nothing_else():
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_is_pulled_is_copied_to_the_device_and_nothing_else(is_stream):
     slices, copies = [[Microbatch(index, (f"host {index}",), {}, None, 2)] for index in range(3)], Copies()
-    prefetcher = Prefetcher(slices, microbatches=[row[0] for row in slices], copies=copies)
+    whole = [] if is_stream else [row[0] for row in slices]
+    prefetcher = Prefetcher(slices, Endless() if is_stream else None, microbatches=whole, copies=copies)
 
     prefetcher.pull(1)
     prefetcher.arrive(1)
 
-    assert copies.log == [("begin", 3, 3), ("copy", 1), ("arrive", 1)]
-    assert [row[0].args for row in slices] == [("host 0",), ("on the device",), ("host 2",)]
-
-
-def test_of_a_stream_only_the_microbatch_that_is_needed_is_copied():
-    slices, copies = [[EMPTY] for _ in range(3)], Copies()
-    prefetcher = Prefetcher(slices, Endless(), copies=copies)
-
-    prefetcher.pull(1)
-    prefetcher.pull(0)
-
-    assert copies.log == [("begin", 3, 0), ("copy", 1), ("copy", 0)]
-    assert [row[0].args for row in slices] == [("on the device",), ("on the device",), ()]
+    assert copies.log == [("begin", 3, len(whole)), ("copy", 1), ("arrive", 1)]
+    first = "data 0" if is_stream else "host 0"
+    assert [row[0].args for row in slices] == [(first,), ("on the device",), ("host 2",)]

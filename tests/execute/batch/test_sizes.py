@@ -53,17 +53,16 @@ def test_ragged_microbatches_are_never_empty_and_differ_by_one_row(num_rows, num
     assert torch.equal(merge_outputs([part.args[0] for part in parts]), x)
 
 
-def test_a_presplit_target_decides_where_there_is_no_input():
+def test_a_presplit_decides_where_there_is_no_input_with_rows_before_it_and_it_has_some():
     parts = split_batch((), {"mask": rows(4)}, {"y": PreSplit([rows(3), rows(1)])}, num_microbatches=2)
 
     assert [part.size for part in parts] == [3, 1]
     assert [part.kwargs["mask"].tolist() for part in parts] == [[0.0, 1.0, 2.0], [3.0]]
-
-
-def test_a_value_without_rows_before_a_presplit_leaves_it_the_first_input():
-    parts = split_batch((2.0, None, PreSplit([rows(3), rows(1)])), {"mask": rows(4)}, None, num_microbatches=2)
-
-    assert [len(part.kwargs["mask"]) for part in parts] == [3, 1]
+    behind = split_batch((2.0, None, PreSplit([rows(3), rows(1)])), {"mask": rows(4)}, None, num_microbatches=2)
+    assert [len(part.kwargs["mask"]) for part in behind] == [3, 1]  # values without rows come before it
+    keywords = {"step": PreSplit([3, 4]), "mask": PreSplit([None, rows(7)])}  # parts without tensors have no rows
+    without = split_batch((rows(4),), keywords, None, num_microbatches=2)
+    assert [(part.size, part.kwargs["step"]) for part in without] == [(2, 3), (2, 4)]
 
 
 OTHERS = {
@@ -106,25 +105,17 @@ def test_a_presplit_of_the_rows_of_the_microbatches_may_stand_anywhere(batch_wit
     assert [part.size for part in ragged] == [3, 3, 2]
 
 
-@pytest.mark.parametrize("num_rows", [3, 7])
-def test_a_presplit_beside_rows_that_cannot_be_cut_evenly_is_refused_as_one(num_rows):
-    with pytest.raises(PipelineError, match=rf"has parts of .*has {num_rows} rows, which are not cut into these"):
-        split_batch((rows(num_rows),), {}, PreSplit([rows(2), rows(2), rows(2), rows(1)]), num_microbatches=4)
-
-
-def test_two_presplits_of_other_rows_are_refused_with_the_fix():
-    images = PreSplit([rows(5), rows(9)])
-
-    with pytest.raises(
-        PipelineError,
-        match=r"parts of \(2, 2\) rows, but kwargs\['images'\].*\(5, 9\).*BatchSpec\(args={0: ps.*{'images': ps",
-    ):
-        split_batch((PreSplit([rows(2), rows(2)]),), {"images": images}, None, num_microbatches=2)
-
-
-def test_parts_without_tensors_have_no_rows():
-    parts = split_batch(
-        (rows(4),), {"step": PreSplit([3, 4]), "mask": PreSplit([None, rows(7)])}, None, num_microbatches=2
-    )
-
-    assert [(part.size, part.kwargs["step"]) for part in parts] == [(2, 3), (2, 4)]
+@pytest.mark.parametrize(
+    ("inputs", "other", "told"),
+    [
+        (rows(3), PreSplit(rows(8).split(4)), r"has parts of .*has 3 rows, which are not cut into these"),
+        (
+            PreSplit([rows(2), rows(2)]),
+            PreSplit([rows(5), rows(9)]),
+            r"parts of \(2, 2\) rows, but kwargs\['images'\].*\(5, 9\).*BatchSpec\(args={0: ps.*{'images': ps",
+        ),
+    ],
+)
+def test_a_presplit_beside_rows_that_cannot_be_cut_alike_or_another_of_other_rows_is_refused(inputs, other, told):
+    with pytest.raises(PipelineError, match=told):
+        split_batch((inputs,), {"images": other}, None, num_microbatches=2)

@@ -23,37 +23,17 @@ class Clock:
 READ = Clock().read
 
 
-def inputs_of(pull):
-    return pull.part.args[0]
+def test_a_step_takes_first_what_it_looked_at_asks_for_no_more_and_passes_over_what_the_one_before_it_left():
+    items = iter([("a", "x"), ["b", "y"], ("c", "z"), ("d", "z")])
+    stream = Stream(items)
 
-
-def test_what_a_step_looked_at_first_is_what_it_takes_first():
-    stream = Stream([("a", "x"), ["b", "y"]])
-
-    looked_at = stream.begin_step(0, 2, READ)
+    looked_at = stream.begin_step(0, 3, READ)
     taken = [stream.take() for _ in range(2)]
 
     assert looked_at is taken[0]
-    assert [(pull.part.args, pull.part.kwargs, pull.part.target) for pull in taken] == [
-        (("a",), {}, "x"),
-        (("b",), {}, "y"),
-    ]
-
-
-def test_nothing_is_pulled_before_it_is_asked_for():
-    items = iter([(index, index) for index in range(4)])
-
-    Stream(items).begin_step(0, 2, READ)
-
-    assert list(items) == [(1, 1), (2, 2), (3, 3)]
-
-
-def test_what_a_step_left_is_passed_over_by_the_next_one():
-    stream = Stream([(index, index) for index in range(6)])
-    stream.begin_step(0, 3, READ)
-    stream.take()
-
-    assert inputs_of(stream.begin_step(0, 3, READ)) == 3
+    pulled = [(pull.part.args, pull.part.kwargs, pull.part.target) for pull in taken]
+    assert pulled == [(("a",), {}, "x"), (("b",), {}, "y")]
+    assert stream.begin_step(0, 1, READ).part.args == ("d",)
     assert stream.position == 3
 
 
@@ -101,14 +81,14 @@ def test_the_wait_for_an_item_and_its_preparation_are_timed_apart():
 
 
 @pytest.mark.parametrize("item", [torch.zeros(2), (torch.zeros(2),), {"x": 1}, None])
-def test_what_is_no_microbatch_is_an_error_that_says_what_one_is(item):
+def test_what_is_no_microbatch_no_stream_or_no_rule_for_one_is_an_error_that_says_what_is(item):
     with pytest.raises(PipelineError, match=r"expected a tuple or list .* or ps.Part\(input, "):
         Stream([item]).begin_step(0, 1, READ)
-
-
-def test_what_cannot_be_iterated_over_is_refused_at_once():
     with pytest.raises(ConfigError, match="5 of type int gives no microbatches"):
         Stream(5)
+    reader = Reader(Stream([item]), 0, BatchRule(1), StreamRules(has_count=True), read=READ)
+    with pytest.raises(PipelineError, match="count weighs microbatches by their targets"):
+        reader.begin()  # before anything is pulled
 
 
 def test_a_layout_tells_everything_that_may_decide_a_shape_and_no_value_of_a_tensor_or_number():
@@ -146,6 +126,7 @@ def test_microbatches_come_numbered_and_cut():
 @pytest.mark.parametrize(
     ("second", "rules", "text"),
     [
+        (item(2, 6), {"num_slices": 2, "has_variable_shapes": True}, r"slices of \[3, 3\], .* of \[2, 2\]"),
         (item(3), {}, r"variable_shapes=True and reduction='sum': a mean needs all sizes"),
         (item(3), {"is_sum": True}, r"create the pipeline with variable_shapes=True$"),
         (item(2, 5), {}, r"create the pipeline with variable_shapes=True$"),
@@ -153,18 +134,12 @@ def test_microbatches_come_numbered_and_cut():
     ],
 )
 def test_a_microbatch_that_is_not_like_the_first_is_an_error_with_the_way_out(second, rules, text):
-    reader = reader_of([item(2), second], **rules)
+    num_slices = rules.get("num_slices", 1)
+    rules = {name: value for name, value in rules.items() if name != "num_slices"}
+    reader = reader_of([item(2), second], rule=BatchRule(2, num_slices=num_slices), **rules)
     reader.next(0)
 
     with pytest.raises(PipelineError, match=text):
-        reader.next(1)
-
-
-def test_slices_of_a_mean_must_be_as_long_as_those_of_the_first():
-    reader = reader_of([item(2), item(2, 6)], rule=BatchRule(2, num_slices=2), has_variable_shapes=True)
-    reader.next(0)
-
-    with pytest.raises(PipelineError, match=r"2 rows in slices of \[3, 3\], .* 2 rows in slices of \[2, 2\]"):
         reader.next(1)
 
 
@@ -188,10 +163,3 @@ def test_a_wait_of_a_step_that_was_refused_is_none_of_the_next_one():
         readers[1].next(index)
 
     assert [wait.microbatch for wait in readers[1].waits] == [1]
-
-
-def test_a_count_is_refused_before_anything_is_pulled():
-    reader = Reader(Stream([]), 0, BatchRule(1), StreamRules(has_count=True), read=lambda: 0.0)
-
-    with pytest.raises(PipelineError, match="count weighs microbatches by their targets"):
-        reader.begin()
