@@ -38,10 +38,25 @@ def test_ranks_that_need_nothing_may_propose_nothing():
         assert agreed.signature == "TRAIN 11 0 22 0"
 
 
-def test_equal_batches_have_one_signature_whoever_was_given_them():
-    (whole, *_), (parts, *_) = agreements(GIVEN, GIVEN), agreements(GIVEN, NOTHING)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (GIVEN, GIVEN),
+        (GIVEN, NOTHING),
+        (replace(GIVEN, position=9), replace(GIVEN, position=9)),
+        (replace(GIVEN, position=0), replace(GIVEN, position=None)),
+        (replace(GIVEN, attempt=3), replace(GIVEN, attempt=5)),
+        (replace(GIVEN, target=None, takes_target=True), replace(GIVEN, target=None, takes_target=True)),
+    ],
+    ids=["the same", "nothing", "one place of a stream", "no stream", "other attempts", "no target"],
+)
+def test_ranks_that_do_not_differ_agree_and_go_on_at_the_later_attempt(first, second):
+    found = agreements(first, second)
 
-    assert AgreedStep.of(whole).signature == AgreedStep.of(parts).signature
+    assert found == [[first, second]] * 2
+    agreed = AgreedStep.of(found[0])
+    assert agreed.attempt == max(first.attempt, second.attempt)
+    assert agreed.signature == AgreedStep.of([first, first]).signature
 
 
 def test_everything_that_is_proposed_survives_the_exchange():
@@ -121,13 +136,6 @@ def test_the_one_rank_that_differs_from_all_others_is_blamed_whichever_it_is(odd
     assert [error.rank for error in refusals(*proposals)] == [odd] * 4
 
 
-@pytest.mark.parametrize("places", [(9, 9), (0, None)])
-def test_streams_that_are_at_one_place_pass(places):
-    proposals = [replace(GIVEN, position=place) for place in places]
-
-    assert agreements(*proposals) == [proposals, proposals]
-
-
 def test_what_any_rank_trains_is_part_of_the_signature_and_the_same_for_all():
     trained = [(5, 2**56 - 1), (5, 6), (6, 5), (0, 0)]
     found = [agreements(*(replace(GIVEN, trained=each) for each in pair)) for pair in trained]
@@ -138,17 +146,6 @@ def test_what_any_rank_trains_is_part_of_the_signature_and_the_same_for_all():
     assert [first.trained == 0 for first, _ in agreed] == [False, False, False, True]
 
 
-def test_no_rank_needs_a_target_where_none_was_given():
-    without = StepProposal(mode=Mode.EVALUATE, inputs=11, sizes=(2, 2), takes_target=True)
-
-    assert agreements(without, without)[0] == [without, without]
-
-
-def test_ranks_that_have_tried_different_numbers_of_steps_go_on_at_the_larger_one():
-    for proposals in agreements(replace(GIVEN, attempt=3), replace(GIVEN, attempt=5)):
-        assert AgreedStep.of(proposals).attempt == 5
-
-
 def test_one_rank_that_refuses_is_enough_whatever_it_was_given():
     refused = replace(GIVEN, inputs=None, target=None, takes_target=True, **refusing(StepRefused("cannot be split")))
 
@@ -157,10 +154,6 @@ def test_one_rank_that_refuses_is_enough_whatever_it_was_given():
     assert str(second) == "cannot be split"
     assert str(first) == str(third) == "rank 1 refuses the step: cannot be split"
     assert {(type(error), error.rank) for error in (first, second, third)} == {(StepRefused, 1)}
-
-
-def test_the_end_of_the_data_counts_before_other_reasons():
-    refused = [replace(GIVEN, **refusing(kind("of rank"))) for kind in (StepRefused, EndOfData)]
-
-    for error in refusals(*refused):
+    ended = [replace(GIVEN, **refusing(kind("of rank"))) for kind in (StepRefused, EndOfData)]
+    for error in refusals(*ended):  # the end of the data counts before other reasons
         assert (type(error), str(error), error.rank) == (EndOfData, "of rank", 1)

@@ -10,8 +10,7 @@ import torch
 from penstock.errors import CheckpointError, ConfigError, EndOfData, PartitionError, PipelineError
 from penstock.execute.control.collectives import HEAD_BYTES, LENGTH, Control
 from penstock.execute.transport.protocol import Tag
-from penstock.pipeline import Pipeline
-from tests.support.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.support.local_pipelines import error_of, float_task, on_ranks, pipeline_of, step_task
 from tests.support.local_wires import ordered
 from tests.support.mesh_pipelines import on_mesh
 
@@ -82,8 +81,7 @@ def test_agreement_and_losses_stay_in_the_memory_of_the_cpu_whichever_device_is_
     task = float_task(4)
 
     def case(wires):
-        noting = Noting(wires)
-        pipeline = Pipeline(task.make_layers(), "1f1b", 2, task.loss, transport=wires)
+        noting, pipeline = Noting(wires), pipeline_of(wires, task, num_microbatches=2)
         expected = step_task(pipeline, task).result.loss
         noting.sent.clear()
         noting.received.clear()
@@ -116,14 +114,6 @@ def of_ranks(errors, fails_as=None):
     return on_ranks(3, case, deadline_s=30.0)
 
 
-def test_every_rank_gets_the_results_of_all_in_one_gather():
-    def case(wires):
-        noting = Noting(wires)
-        return Control(wires).together(lambda: [wires.rank, None, "x"]), len(noting.sent)
-
-    assert on_ranks(3, case) == [([[0, None, "x"], [1, None, "x"], [2, None, "x"]], 2)] * 3
-
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -145,15 +135,6 @@ def test_an_error_of_one_rank_is_raised_there_as_it_is_and_told_on_the_others_at
     assert {num_sent for _, num_sent in found} == {2}  # one gather, as where nothing fails
 
 
-def test_where_several_fail_each_raises_its_own_and_the_others_that_of_the_first():
-    errors = {1: PartitionError("first"), 2: PartitionError("second")}
-
-    (found, _), (first, _), (second, _) = of_ranks(errors)
-
-    assert str(found) == "rank 1: first"
-    assert [first, second] == [errors[1], errors[2]]
-
-
 def test_a_rank_whose_result_cannot_be_sent_fails_on_all_ranks_too():
     def case(wires):
         return error_of(Control(wires).together, object if wires.rank == 0 else int)
@@ -162,6 +143,14 @@ def test_a_rank_whose_result_cannot_be_sent_fails_on_all_ranks_too():
 
     assert (type(own), own.rank, type(other)) == (PipelineError, 0, ConfigError)
     assert str(other) == f"rank 0: {own}"
+
+
+def test_where_several_fail_each_raises_its_own_and_the_others_that_of_the_first():
+    errors = {1: PartitionError("first"), 2: PartitionError("second")}
+
+    (told, _), (first, _), (second, _) = of_ranks(errors)
+
+    assert [str(told), first, second] == ["rank 1: first", *errors.values()]
 
 
 def test_the_rank_of_an_error_of_a_step_is_the_one_that_raised_it_unless_it_names_another():

@@ -1,13 +1,11 @@
 """Ranks wait longer where one of them may compile, and only there."""
 
 import threading
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PenstockWarning
 from penstock.execute.control.agreement import AgreedStep, Mode, StepProposal
 from penstock.execute.control.compilations import COMPILE_DEADLINE_S, MANY, Compilations
 from penstock.execute.control.positions import State
@@ -65,12 +63,6 @@ class Ranks:
             return self.transport.deadline_s
 
 
-def test_without_compiled_layers_no_wait_is_longer():
-    ranks = Ranks(Layer())
-
-    assert [ranks.step(inputs=inputs) for inputs in (1, 1, 2)] == [DEADLINE_S] * 3
-
-
 def test_compiled_layers_are_known_wherever_they_are():
     wrapped = torch.compile(Layer(), backend="eager")
     for layer in (wrapped, compiled_in_place(), nn.Sequential(compiled_in_place()), Within(), Naming()):
@@ -99,12 +91,6 @@ def test_waits_are_longer_until_a_layout_has_run_without_a_compilation():
     assert ranks.transport.deadline_s == DEADLINE_S
 
 
-def test_a_rank_waits_for_others_that_compile():
-    ranks = Ranks(Layer())
-
-    assert [ranks.step(other=told) for told in (1, 3, 3, 3)] == [COMPILE_DEADLINE_S] * 2 + [DEADLINE_S] * 2
-
-
 def test_only_the_last_layouts_are_kept_and_none_where_nothing_is_compiled():
     plain, ranks = Ranks(Layer()), Ranks(Layer())
     for inputs in range(MAX_LAYOUTS + 44):
@@ -121,11 +107,11 @@ def test_only_the_last_layouts_are_kept_and_none_where_nothing_is_compiled():
     ]
 
 
-def test_layouts_that_ran_before_anything_was_compiled_may_compile():
+def test_a_rank_waits_for_others_that_compile_also_in_layouts_that_ran_before():
     ranks = Ranks(Layer())
 
-    assert [ranks.step(inputs=inputs) for inputs in (1, 2, 3)] == [DEADLINE_S] * 3
-    assert ranks.step(other=1, inputs=1) == COMPILE_DEADLINE_S
+    assert [ranks.step(inputs=inputs) for inputs in (1, 1, 2)] == [DEADLINE_S] * 3
+    assert [ranks.step(other=told) for told in (1, 3, 3, 3)] == [COMPILE_DEADLINE_S] * 2 + [DEADLINE_S] * 2
 
 
 def test_a_failed_step_shows_nothing():
@@ -176,6 +162,9 @@ def test_steps_that_always_compile_are_warned_of_once_with_their_shapes(told_war
         torch.compiler.reset()
         ranks.step(lambda: layer(features), inputs=rows, given=[features, "text", torch.ones(rows)])
 
+    for number in range(3 * MANY):  # a step that compiles nothing begins the count anew
+        ranks.step(lambda: None) if number % MANY == 0 else step(1)
+    ranks.step(lambda: None)
     for rows in range(2, 2 + MANY):
         assert told_warnings() == []
         step(rows)
@@ -185,16 +174,3 @@ def test_steps_that_always_compile_are_warned_of_once_with_their_shapes(told_war
     (told,) = told_warnings()
     assert f"in each of the last {MANY} steps" in told
     assert "the shapes (2, 2) and (2,); (3, 2) and (3,)" in told
-
-
-def test_a_step_that_compiles_nothing_begins_the_count_anew():
-    ranks, layer = Ranks(Layer()), compiled_in_place()
-
-    def compile_again():
-        torch.compiler.reset()
-        layer(torch.ones(2))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PenstockWarning)
-        for number in range(3 * MANY):
-            ranks.step(compile_again if number % MANY else lambda: None)

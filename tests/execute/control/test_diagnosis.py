@@ -11,14 +11,7 @@ from struct import pack_into
 import pytest
 
 from penstock.execute.control.diagnosis import LEGEND, Cause, Verdict, diagnose, process_trouble
-from penstock.execute.control.positions import (
-    SLOT_BYTES,
-    VERDICT_BYTES,
-    Failure,
-    PositionBoard,
-    State,
-    first_verdict,
-)
+from penstock.execute.control.positions import SLOT_BYTES, VERDICT_BYTES, Failure, PositionBoard, State, first_verdict
 from penstock.execute.transport.rank_names import RankNames
 from tests.support.boards import boards_of_threads
 
@@ -31,37 +24,32 @@ def text_of(verdict):
     return f"{verdict.heading}\n\n{verdict.details}"
 
 
-def test_the_chain_of_waits_leads_to_the_rank_that_does_not_wait():
+@pytest.mark.parametrize("peer", [None, 1], ids=["of a wait", "of an error at posting"])
+def test_the_chain_of_waits_leads_to_the_rank_that_does_not_wait_and_all_ranks_are_shown(peer):
     boards = boards_of_threads(4)
-    for rank, peer in ((0, 1), (1, 2), (3, 2)):
-        boards[rank].note(10 + rank)
-        boards[rank].note_wait(peer)
+    if peer is None:
+        boards[0].note_step(4)
+    boards[0].note(10)
+    boards[1].note(11)
+    boards[1].note_wait(2)
+    if peer is None:
+        boards[0].note_wait(1)
     boards[2].note(5)
     boards[2].note_stack("  File model.py, line 3 in spin")
 
-    verdict = diagnose(boards[0], describe)
+    verdict = diagnose(boards[0], describe, peer=peer)
 
     assert verdict.culprit == 2
     assert verdict.reason.startswith("it has been in instruction 5 of rank 2 for ")
     assert text_of(verdict).startswith("rank 2 is the culprit: it has been in instruction 5 of rank 2 for ")
     assert "line 3 in spin" in text_of(verdict)
-
-
-def test_the_message_shows_every_rank_with_whom_it_waits_for_and_how_long():
-    boards = boards_of_threads(3)
-    boards[0].note_step(4)
-    boards[0].note(1)
-    boards[0].note_wait(1)
-    boards[1].note(2)
-
-    lines = text_of(diagnose(boards[0], describe)).splitlines()
-
-    table = [re.sub(r"\d\.\d s", "? s", " ".join(line.split())) for line in lines[2:-1]]
+    table = [re.sub(r"\d\.\d s", "? s", " ".join(line.split())) for line in verdict.positions.splitlines()[:-1]]
     assert table == [
         "rank step state for waits for instruction",
-        "0 5 waiting ? s rank 1 instruction 1 of rank 0",
-        "1 running ? s instruction 2 of rank 1",
-        "2 idle ? s",
+        "0 5 waiting ? s rank 1 instruction 10 of rank 0" if peer is None else "0 running ? s instruction 10 of rank 0",
+        "1 waiting ? s rank 2 instruction 11 of rank 1",
+        "2 running ? s instruction 5 of rank 2",
+        "3 idle ? s",
     ]
 
 
@@ -99,16 +87,9 @@ def test_the_first_failure_is_blamed_with_its_traceback():
     assert [line.split()[0] for line in table[:-1]] == ["rank", "0", "1", "2"]
     assert table[-1] == LEGEND
     assert verdict.cause is Cause.RAISED
-
-
-def test_a_verdict_of_another_rank_is_adopted_word_for_word():
-    boards = boards_of_threads(3)
-    boards[0].note_wait(1)
-    boards[2].note_wait(0)
-    first = diagnose(boards[0], describe)
     boards[1].note_failure(Failure("too late to matter", "", "", "", ""))
-
-    assert diagnose(boards[2], describe) == first
+    boards[2].note_wait(0)
+    assert diagnose(boards[2], describe) == verdict  # adopted word for word
 
 
 def test_a_verdict_survives_the_board_field_by_field_and_of_too_long_a_one_the_end_is_lost():
@@ -141,16 +122,7 @@ def test_of_ranks_that_diagnose_at_the_same_time_all_take_the_earliest_verdict()
     assert verdict == verdict_of_rank_1
 
 
-def test_after_an_error_at_posting_the_chain_begins_at_the_peer_that_the_error_named():
-    boards = boards_of_threads(3)
-    boards[0].note(0)
-    boards[1].note_wait(2)
-    boards[2].note(8)
-
-    assert diagnose(boards[0], describe, peer=1).culprit == 2
-
-
-def test_a_peer_that_left_or_has_not_begun_is_named_as_such():
+def test_a_peer_that_left_has_not_begun_or_is_on_another_host_is_named_as_such():
     boards = boards_of_threads(3)
     boards[0].note_wait(1)
     boards[1].note_state(State.DONE)
@@ -162,18 +134,13 @@ def test_a_peer_that_left_or_has_not_begun_is_named_as_such():
     assert (left.culprit, absent.culprit) == (1, 2)
     assert left.reason.startswith("it left the pipeline ")
     assert absent.reason.startswith("it has not been in a step for ")
-
-
-def test_a_rank_of_another_host_ends_the_chain():
     board = PositionBoard(boards_of_threads(2)[0]._memory, 0, RankNames.plain(2))
     board._memory[SLOT_BYTES:] = bytes(SLOT_BYTES)
     board.note_wait(1)
-
-    verdict = diagnose(board, describe)
-
-    assert verdict.culprit == 1
-    assert "another host" in verdict.reason
-    assert "unknown (other host)" in text_of(verdict)
+    elsewhere = diagnose(board, describe)
+    assert elsewhere.culprit == 1
+    assert "another host" in elsewhere.reason
+    assert "unknown (other host)" in text_of(elsewhere)
 
 
 @pytest.fixture

@@ -40,6 +40,8 @@ def test_ranks_that_do_not_use_a_setting_are_not_compared_in_it():
 
     assert "disagree on count: rank 1 has none, rank 3 has a function." in str(error)
     assert error.rank == 3
+    less = error_of(require_equal, [{"split": "1, 2"}, {}])
+    assert "disagree on split: rank 0 has 1, 2, rank 1 has nothing" in str(less)
 
 
 def test_a_rank_of_another_version_that_says_other_things_is_told_so():
@@ -67,9 +69,3 @@ def test_all_ranks_know_what_each_of_them_found():
     assert first.skips == {0: ["a"], 1: ["a"]}
     assert first.shared == [("0.weight", "1.weight")]
     assert first.each("host") == ["host 0", "host 1"]
-
-
-def test_what_a_rank_says_less_or_more_differs():
-    error = error_of(require_equal, [{"split": "1, 2"}, {}])
-
-    assert "disagree on split: rank 0 has 1, 2, rank 1 has nothing" in str(error)

@@ -18,21 +18,6 @@ def run(transport, work, heartbeat=None, limit_s=60.0, gather_limit_s=1.0):
     return work_together(control, work, limit_s=limit_s, stalled=stalled, fails_as=as_config_error, heartbeat=heartbeat)
 
 
-def test_an_action_returns_its_result_and_raises_its_error():
-    assert run_in_thread(lambda: 3).result(5) == 3
-    assert isinstance(run_in_thread(lambda: 1 / 0).exception(5), ZeroDivisionError)
-
-
-def test_every_rank_waits_for_the_last():
-    is_free = threading.Event()
-
-    def case(transport):
-        own = run_in_thread(is_free.wait if transport.rank == 1 else is_free.set)
-        return wait_together(Control(transport), own, limit_s=10.0), own.done()
-
-    assert on_ranks(2, case) == [(True, True)] * 2
-
-
 def test_a_wait_ends_on_all_ranks_where_one_has_no_time_left():
     is_free = threading.Event()
 
@@ -73,6 +58,7 @@ def test_ranks_wait_for_work_that_takes_longer_than_a_gather_may_and_get_their_o
 
 
 def test_an_error_of_the_work_is_raised_on_every_rank():
+    assert run_in_thread(lambda: 3).result(5) == 3
     errors = on_ranks(2, lambda transport: error_of(run, transport, int if transport.rank else lambda: 1 / 0))
 
     assert [type(error) for error in errors] == [ZeroDivisionError, ConfigError]

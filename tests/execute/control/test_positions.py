@@ -1,21 +1,13 @@
 """Positions: what one rank writes is what the others read, and nothing stays behind."""
 
 import os
-import tempfile
 import time
 
 import pytest
 
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.hosts import host_of_processes
-from penstock.execute.control.positions import (
-    TEXT_BYTES,
-    Failure,
-    PositionMemory,
-    State,
-    first_verdict,
-    read_all,
-)
+from penstock.execute.control.positions import TEXT_BYTES, Failure, PositionMemory, State, first_verdict, read_all
 from penstock.execute.transport import TorchTransport
 from penstock.execute.transport.rank_names import RankNames
 from tests.support.boards import boards_of_threads
@@ -36,20 +28,14 @@ def test_a_peer_reads_state_row_and_whom_a_rank_waits_for_from_before_a_step_to_
     ]
 
     for act, *expected in life:
+        before_s = time.monotonic()
         act()
         found = reader.read(0)
+        assert found.since_s <= time.monotonic()
+        assert found.since_s >= before_s or act is life[0][0]
         assert [found.state, found.row, found.peer] == expected
         assert reader.row_of(0) == found.row
     assert (found.step, found.pid) == (7, os.getpid())
-
-
-def test_since_is_the_moment_at_which_the_state_began():
-    (board,) = boards_of_threads(1)
-    before_s = time.monotonic()
-    board.note(0)
-    after_s = time.monotonic()
-
-    assert before_s <= board.read(0).since_s <= after_s
 
 
 def test_long_texts_are_cut_and_the_next_slot_stays_whole():
@@ -163,13 +149,6 @@ def test_where_there_is_no_memory_a_rank_sees_only_itself(monkeypatch, is_made):
 
     assert [position.state for position in read_all(board)] == [State.UNKNOWN, State.RUNNING]
     assert board.read(1).row == 2
-
-
-def test_no_file_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with PositionMemory(RankNames.plain(2)) as memory:
-        memory.board(0, ["here"] * 2, [memory.path] * 2).note(3)
-        assert os.listdir(tmp_path) == []
 
 
 def test_ranks_of_a_mesh_have_the_slots_of_their_numbers():
