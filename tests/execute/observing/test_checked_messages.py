@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,8 @@ from penstock.errors import PipelineError
 from penstock.execute.observing.checked_messages import CheckedMessages
 from penstock.execute.transport.protocol import Tag, Ticket
 from penstock.pipeline import Pipeline
-from penstock.placement import Placement
 from penstock.schedules import build
-from tests.execute.test_run import drawn
+from tests.execute.test_run import OUT_OF_ORDER
 from tests.support.local_pipelines import (
     MAX_WAIT_S,
     difference,
@@ -32,13 +32,12 @@ from tests.support.local_pipelines import (
 )
 
 CPU = torch.device("cpu")
-OUT_OF_ORDER = drawn(Placement.line(2), "0F2 0F0 0F1 0B1 0B0 0B2", "1F2 1F0 1F1 1B1 1B0 1B2")
 
 
 def run_twice(num_ranks, task, schedule, **options):
     """Return what all ranks saw of the second step, in which receives would be posted ahead."""
     options |= {"debug": "messages"}
-    return on_pipelines(num_ranks, task, lambda pipeline: second_step(pipeline, task), schedule, None, **options)
+    return on_pipelines(num_ranks, task, partial(second_step, task=task), schedule, None, **options)
 
 
 @pytest.mark.parametrize("num_frozen", range(4))
@@ -66,19 +65,14 @@ def test_checked_messages_change_no_bit_also_those_without_any_tensor(name, num_
     assert difference(outcomes, task.reference(4)) == []
 
 
-def test_messages_out_of_the_order_of_microbatches_pass():
-    task = float_task(12, torch.float64)
+def test_messages_out_of_order_those_of_tied_gradients_and_those_of_copies_pass():
+    task, tokens = float_task(12, torch.float64), token_task(8, torch.float64)
 
     outcomes = run_twice(2, task, OUT_OF_ORDER)
+    run_twice(2, tokens, build("1f1b", ranks=2, microbatches=4), tied=[("0.weight", "4.weight")])
+    run_twice(2, tokens, build("dualpipe", ranks=2, microbatches=4))
 
     assert difference(outcomes, task.reference(3), tolerance=1e-12) == []
-
-
-def test_tied_gradients_and_the_copies_of_two_routes_pass():
-    task = token_task(8, torch.float64)
-
-    run_twice(2, task, build("1f1b", ranks=2, microbatches=4), tied=[("0.weight", "4.weight")])
-    run_twice(2, task, build("dualpipe", ranks=2, microbatches=4))
 
 
 class Swapping:
@@ -129,43 +123,25 @@ def test_a_swapped_order_is_told_with_both_actions_and_their_indices():
     assert "rank 1, 1F1: PipelineError: rank 1: expected" in str(error)
 
 
-def between(first, second):
-    """Return what happens on two ranks whose wires are checked."""
-
+@pytest.mark.feature("C13")
+@pytest.mark.parametrize(
+    ("serial", "size", "expected"),
+    [(0, 4, "outside all instructions (step 0, part 0, 4 values)"), (1, 3, "(step 1, part 0, 3 values) next")],
+    ids=["size", "step"],
+)
+def test_a_message_of_another_size_or_step_is_refused_before_it_is_taken(serial, size, expected):
     def case(wires):
-        return (first, second)[wires.rank](CheckedMessages(wires, CPU))
+        checked = CheckedMessages(wires, CPU)
+        if wires.rank == 0:
+            checked.wait(checked.post_send(1, values(0, 3)))
+        else:
+            checked.begin(SimpleNamespace(serial=serial))
+            checked.wait(checked.post_receive(0, torch.zeros(size)))
 
-    return on_ranks(2, case)
+    text = str(error_of(on_ranks, 2, case))
 
-
-def send(wires, *tensors):
-    for ticket in [wires.post_send(1, tensor) for tensor in tensors]:
-        wires.wait(ticket)
-
-
-def receive(wires, *tensors):
-    for ticket in reversed([wires.post_receive(0, tensor) for tensor in tensors]):
-        wires.wait(ticket)
-
-
-@pytest.mark.feature("C13")
-def test_a_message_of_another_size_is_refused_before_it_is_taken():
-    error = error_of(between, lambda wires: send(wires, values(0, 3)), lambda wires: receive(wires, torch.zeros(4)))
-
-    assert "expected a message outside all instructions (step 0, part 0, 4 values)" in str(error)
-    assert "(step 0, part 0, 3 values) came" in str(error)
-
-
-@pytest.mark.feature("C13")
-def test_a_message_of_another_step_is_refused():
-    def second(wires):
-        wires.begin(SimpleNamespace(serial=1))
-        receive(wires, torch.zeros(3))
-
-    error = error_of(between, lambda wires: send(wires, values(0, 3)), second)
-
-    assert "(step 1, part 0, 3 values) next" in str(error)
-    assert "(step 0, part 0, 3 values) came" in str(error)
+    assert expected in text
+    assert "(step 0, part 0, 3 values) came" in text
 
 
 class FailsOnce(nn.Module):

@@ -8,7 +8,6 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.checked_values import not_finite
-from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.support.local_pipelines import (
     Task,
@@ -16,9 +15,7 @@ from tests.support.local_pipelines import (
     error_of,
     float_layers,
     float_task,
-    gradients_of,
     on_pipelines,
-    on_ranks,
     settle,
     square_loss,
     step_task,
@@ -75,53 +72,60 @@ def layers_with(place, breaking):
     return layers
 
 
+def layers_of_a_bad_batch():
+    layers = float_layers(num_layers=4)
+    layers[0].register_forward_pre_hook(lambda _, args: (args[0] / 0,), prepend=True)
+    return layers
+
+
+MADE = {
+    "an output": (
+        lambda: layers_with(2, Breaks(3, INF)),
+        "rank 1, 1F2, in layer 2 (Sequential): PipelineError: 1F2: the output of layer '2.1' has 0 NaN and 12 infinite",
+    ),
+    "a gradient": (
+        lambda: layers_with(1, Breaks(3, backward=True)),
+        "rank 0, 0B2: PipelineError: 0B2: the gradient that layer '1' gives its input has",
+    ),
+    # The first layer gives no gradient to its input, which is the batch.
+    "a gradient of a parameter alone": (
+        lambda: layers_with(0, Breaks(2, backward=True)),
+        "rank 0, 0B1: PipelineError: 0B1: the gradient of '0.",
+    ),
+    "the batch": (layers_of_a_bad_batch, "0F0: an input of layer '0', the stage's first, has"),
+}
+"""By what is not finite, the layers that make it, and what the error tells."""
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_an_output_that_is_not_finite_names_rank_action_and_module(name):
-    error = failing(lambda: layers_with(2, Breaks(3, INF)), name)
+@pytest.mark.parametrize("what", MADE)
+def test_what_is_not_finite_is_named_with_rank_action_and_module(what, name):
+    make_layers, text = MADE[what]
+
+    error = failing(make_layers, name)
 
     assert isinstance(error, PipelineError)
-    where = "rank 1, 1F2, in layer 2 (Sequential): PipelineError: 1F2: the output of layer '2.1'"
-    assert f"{where} has 0 NaN and 12 infinite of its 12 values" in str(error)
+    assert (text if name == "1f1b" else text.replace("0B", "0I")) in str(error)
 
 
-@pytest.mark.parametrize(("name", "action"), [("1f1b", "0B2"), ("zb-h1", "0I2")])
-def test_a_gradient_that_is_not_finite_names_the_layer_that_made_it(name, action):
-    error = failing(lambda: layers_with(1, Breaks(3, backward=True)), name)
-
-    assert f"rank 0, {action}: PipelineError: {action}: the gradient that layer '1' gives its input has" in str(error)
-
-
-def test_a_gradient_of_a_parameter_alone_is_named():
-    """The first layer gives no gradient to its input, which is the batch."""
-    error = failing(lambda: layers_with(0, Breaks(2, backward=True)))
-
-    assert "rank 0, 0B1: PipelineError: 0B1: the gradient of '0." in str(error)
-
-
-def test_the_batch_and_the_loss_are_looked_at():
-    def layers_of_a_bad_batch():
-        layers = float_layers(num_layers=4)
-        layers[0].register_forward_pre_hook(lambda _, args: (args[0] / 0,), prepend=True)
-        return layers
-
+def test_the_loss_and_what_a_tensor_stores_are_looked_at():
     of_loss = failing(lambda: float_layers(num_layers=4), loss=lambda output, target: (output - target).sum() / 0)
 
-    assert "0F0: an input of layer '0', the stage's first, has" in str(failing(layers_of_a_bad_batch))
     assert "rank 1, 1F0: PipelineError: 1F0: the loss has" in str(of_loss)
+    assert not_finite(torch.arange(3)) == not_finite(torch.empty(3, device="meta")) == ""
+    assert not_finite(torch.tensor([1.0, NAN, -INF, INF])) == "has 1 NaN and 2 infinite of its 4 values"
 
 
 def test_every_rank_is_told_where_a_value_that_is_not_finite_was_made_and_other_errors_tell_nothing():
-    def find(breaks, wires):
-        task = float_task(8)
-        layers = layers_with(2, breaks())
-        pipeline = Pipeline(layers, build("1f1b", ranks=2, microbatches=4), loss=task.loss, transport=wires)
+    def find(pipeline):
         try:
             return pipeline.find_not_finite(*task.inputs, target=task.target)
         except PipelineError as error:
             return error.finding, "which looks like a finding" in str(error)
 
-    found = on_ranks(2, lambda wires: find(lambda: Breaks(3, INF), wires))
-    others = on_ranks(2, lambda wires: find(Misleads, wires))
+    task = replace(float_task(8), make_layers=lambda: layers_with(2, Breaks(3, INF)))
+    found = on_pipelines(2, task, find)
+    others = on_pipelines(2, replace(task, make_layers=lambda: layers_with(2, Misleads())), find)
 
     told = "rank 1, stage 1, microbatch 2, in 1F2: the output of layer '2.1' has 0 NaN and 12 infinite of its 12 values"
     assert found == [told, told]
@@ -134,11 +138,9 @@ def test_every_rank_is_told_where_a_value_that_is_not_finite_was_made_and_other_
     ["1f1b", "zbv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleaved-1f1b", "zb-h1"))],
 )
 def test_a_gradient_that_an_earlier_step_has_left_is_not_blamed_on_this_one(schedule, num_ranks):
-    task = float_task(8)
-    name = "1.1.weight"
+    task, name = replace(float_task(8), make_layers=lambda: float_layers(num_layers=4)), "1.1.weight"
 
-    def case(wires):
-        pipeline = Pipeline(float_layers(num_layers=4), schedule, 4, task.loss, transport=wires)
+    def case(pipeline):
         own = dict(pipeline.named_parameters())
         if name in own:
             own[name].grad = torch.full_like(own[name], NAN)
@@ -147,7 +149,7 @@ def test_a_gradient_that_an_earlier_step_has_left_is_not_blamed_on_this_one(sche
         zero(pipeline)
         return name in own, found, len(gradients), pipeline.find_not_finite(*task.inputs, target=task.target)
 
-    ranks = on_ranks(num_ranks, case)
+    ranks = on_pipelines(num_ranks, task, case, schedule)
 
     [holder] = [rank for rank, (holds, *_) in enumerate(ranks) if holds]
     told = (
@@ -156,7 +158,7 @@ def test_a_gradient_that_an_earlier_step_has_left_is_not_blamed_on_this_one(sche
     )
     assert [found for _, found, *_ in ranks] == [told] * num_ranks
     assert ranks[holder][2] == 1  # the step has added nothing there
-    assert [again for *_, again in ranks] == [""] * num_ranks
+    assert [again for *_, again in ranks] == [""] * num_ranks  # nor is a failed step blamed on the one after it
 
 
 class Misleads(nn.Module):
@@ -169,13 +171,8 @@ def test_a_loss_without_weight_may_be_anything():
     inputs, target = values(1, 8, 6), values(2, 8, 6)
     target[2:4] = NAN
 
-    def loss(output, target):
-        return ((output - target) ** 2).mean()
-
-    task = Task(
-        lambda: float_layers(num_layers=4), (inputs,), target, loss,
-        {"count": lambda target: int(torch.isfinite(target).sum())},
-    )  # fmt: skip
+    options = {"count": lambda target: int(torch.isfinite(target).sum())}
+    task = Task(lambda: float_layers(num_layers=4), (inputs,), target, square_loss, options)
 
     outcomes = on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), debug="values")
 
@@ -185,8 +182,7 @@ def test_a_loss_without_weight_may_be_anything():
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe-v"])
 def test_finite_steps_pass_bit_for_bit_and_leave_no_hooks(name):
     schedule = build(name, ranks=2, microbatches=4)
-    task = float_task(8)
-    task = Task(lambda: float_layers(num_layers=schedule.num_stages), task.inputs, task.target)
+    task = replace(float_task(8), make_layers=lambda: float_layers(num_layers=schedule.num_stages))
 
     def case(pipeline):
         outcome = step_task(pipeline, task)
@@ -246,36 +242,14 @@ def test_layers_whose_values_are_of_other_kinds_pass(name):
     def make_layers():
         return [settle(VALUES_OF_OTHER_KINDS[name](), seed) for seed in range(4)]
 
-    inputs = values(1, 8, 2, 6)
-    task = Task(make_layers, (inputs,), values(2, 8, 2, 6))
+    task = Task(make_layers, (values(1, 8, 2, 6),), values(2, 8, 2, 6))
     result, gradients = task.reference(4)
 
-    outcomes = on_pipelines(2, task, lambda pipeline: dense(step_task(pipeline, task)), debug="values")
+    outcomes = on_pipelines(2, task, lambda pipeline: step_task(pipeline, task), debug="values")
 
-    expected = {name: gradient.to_dense() for name, gradient in gradients.items()}
-    assert difference(outcomes, (result, expected)) == []
-
-
-def dense(outcome):
-    outcome.gradients = {name: gradient.to_dense() for name, gradient in outcome.gradients.items()}
-    return outcome
-
-
-def test_the_step_after_a_failed_one_is_not_blamed():
-    task = float_task(8)
-    layers = layers_with(1, Breaks(2))
-    pipeline = Pipeline(layers, "gpipe", 4, task.loss, debug="values")
-    error_of(step_task, pipeline, task)
-    zero(pipeline)
-
-    step_task(pipeline, task)
-
-    assert all(torch.isfinite(gradient).all() for gradient in gradients_of(pipeline.named_parameters()).values())
-
-
-def test_whole_numbers_are_finite_and_values_that_cannot_be_read_are_passed_over():
-    assert not_finite(torch.arange(3)) == not_finite(torch.empty(3, device="meta")) == ""
-    assert not_finite(torch.tensor([1.0, NAN, -INF, INF])) == "has 1 NaN and 2 infinite of its 4 values"
+    for own in (gradients, *(outcome.gradients for outcome in outcomes)):
+        own |= {name: gradient.to_dense() for name, gradient in own.items()}
+    assert difference(outcomes, (result, gradients)) == []
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")

@@ -1,7 +1,6 @@
 """Clocks of different hosts are brought to one scale, as exactly as the pings say."""
 
 import time
-from contextlib import closing
 from itertools import count
 
 import numpy as np
@@ -9,10 +8,8 @@ import pytest
 import torch
 
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison, Offset
-from penstock.execute.transport import TorchTransport
 from tests.support.local_pipelines import on_ranks
 from tests.support.rank_clocks import RankClocks, clocked
-from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SPEEDS = (1.0, 1.001, 0.998)
@@ -40,7 +37,11 @@ def compare(wires, hosts, begin_s):
     return comparison.end(), np.array(moments)
 
 
-def assert_aligned(found, begin_s):
+def test_offset_and_drift_of_faked_clocks_are_found_within_the_stated_uncertainty():
+    begin_s = time.monotonic()
+
+    found = on_ranks(3, compare, ("a", "b", "c"), begin_s)
+
     alignment = found[0][0]
     assert all(other == alignment for other, _ in found)
     for rank, (_, moments) in enumerate(found):
@@ -48,47 +49,29 @@ def assert_aligned(found, begin_s):
         own = max(alignment.first[rank].uncertainty_s, alignment.last[rank].uncertainty_s)
         assert np.abs(alignment.to_common(rank, moments) - true_s).max() <= own + 1e-6
         assert own <= alignment.uncertainty_s
+    assert 0 < alignment.uncertainty_s < SHORT_S
+    assert [round(offset.ahead_s) for offset in alignment.first] == [0, 5000, -70]
 
 
-def test_offset_and_drift_of_faked_clocks_are_found_within_the_stated_uncertainty():
-    begin_s = time.monotonic()
-
-    found = on_ranks(3, compare, ("a", "b", "c"), begin_s)
-
-    assert_aligned(found, begin_s)
-    assert 0 < found[0][0].uncertainty_s < SHORT_S
-    assert [round(offset.ahead_s) for offset in found[1][0].first] == [0, 5000, -70]
-
-
-def test_ranks_of_one_host_share_an_offset_and_only_one_of_them_is_pinged():
+@pytest.mark.parametrize("hosts", ["abb", "aaa"])
+def test_ranks_of_one_host_share_an_offset_and_only_one_of_another_host_is_pinged(hosts):
     def case(wires):
         sent = []
         post_send = wires.post_send
         wires.post_send = lambda peer, tensor, *tag: (tag or sent.append(peer), post_send(peer, tensor, *tag))[1]
-        clock = Clock(time.monotonic, "b" if wires.rank else "a")
-        comparison = ClockComparison(wires, CPU, clock, "abb")
+        comparison = ClockComparison(wires, CPU, Clock(time.monotonic, hosts[wires.rank]), hosts)
         comparison.begin()
         return comparison.end(), sent
 
     found = on_ranks(3, case)
 
-    assert found[0][0].first[1] == found[0][0].first[2]
-    assert {peer for _, sent in found for peer in sent} == {0, 1}
+    alignment = found[0][0]
+    assert alignment.first[1] == alignment.first[2]
+    assert {peer for _, sent in found for peer in sent} == ({0, 1} if hosts == "abb" else set())
     assert found[2][1] == []
-
-
-def test_on_one_host_nothing_is_sent_and_nothing_is_uncertain():
-    def case(wires):
-        post_send = wires.post_send
-        wires.post_send = lambda peer, tensor, tag: post_send(peer, tensor, tag)  # collectives alone
-        comparison = ClockComparison(wires, CPU, Clock(), "aa")
-        comparison.begin()
-        return comparison.end()
-
-    alignment = on_ranks(2, case)[1]
-
-    assert alignment.uncertainty_s == 0.0
-    assert alignment.to_common(1, np.array([3.5])).tolist() == [3.5]
+    if hosts == "aaa":
+        assert alignment.uncertainty_s == 0.0
+        assert alignment.to_common(1, np.array([3.5])).tolist() == [3.5]
 
 
 def test_of_several_pings_the_shortest_counts():
@@ -116,30 +99,11 @@ def test_of_several_pings_the_shortest_counts():
         assert (offsets[1].ahead_s, offsets[1].uncertainty_s) == pytest.approx((AHEAD_S[1], 0.0), abs=1e-6)
 
 
-def test_the_uncertainty_between_two_ranks_is_that_of_the_two_worst_hosts():
+def test_the_uncertainty_between_two_ranks_is_that_of_the_two_worst_hosts_and_an_offset_is_interpolated():
     sure, known, vague = (Offset(0.0, ahead_s, uncertainty_s) for ahead_s, uncertainty_s in ((0, 0), (1, 2), (2, 5)))
 
     assert Alignment((sure, known, vague), (sure, known, vague)).uncertainty_s == 7
     assert Alignment((sure, vague, vague), (sure, vague, vague)).uncertainty_s == 5
     assert Alignment((sure, sure), (sure, sure)).uncertainty_s == 0
-
-
-def test_the_offset_is_interpolated_between_start_and_end():
-    first, last = Offset(10.0, 1.0, 0.0), Offset(20.0, 2.0, 0.0)
-
-    assert Alignment((first,), (last,)).to_common(0, np.array([10.0, 15.0, 20.0])).tolist() == [9.0, 13.5, 18.0]
-
-
-def compare_over_gloo(rank, hosts, begin_s):
-    with closing(TorchTransport(deadline_s=20.0)) as wires:
-        return compare(wires, hosts, begin_s)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "b", "c")])
-def test_processes_over_gloo_are_aligned(hosts):
-    begin_s = time.monotonic()
-
-    found = run_ranks(len(hosts), compare_over_gloo, hosts, begin_s)
-
-    assert_aligned(found, begin_s)
+    moving = Alignment((Offset(10.0, 1.0, 0.0),), (Offset(20.0, 2.0, 0.0),))
+    assert moving.to_common(0, np.array([10.0, 15.0, 20.0])).tolist() == [9.0, 13.5, 18.0]

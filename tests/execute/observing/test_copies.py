@@ -19,6 +19,12 @@ def test_injected_drift_names_the_parameter_the_ranks_and_the_largest_difference
 
     def case(pipeline):
         step_task(pipeline, task)
+        with torch.no_grad():  # equal copies pass in training and evaluation
+            for parameter in pipeline.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+        step_task(pipeline, task)
+        pipeline.evaluate(*task.inputs, target=task.target)
         if pipeline.rank == 1:
             with torch.no_grad():
                 parameter = dict(pipeline.named_parameters())[name].view(-1)
@@ -33,53 +39,23 @@ def test_injected_drift_names_the_parameter_the_ranks_and_the_largest_difference
     assert "in 2 of" in str(error)
 
 
-def test_equal_copies_pass_in_training_and_evaluation():
-    task = token_task(8)
-
-    def case(pipeline):
-        step_task(pipeline, task)
-        with torch.no_grad():
-            for _, parameter in pipeline.named_parameters():
-                parameter -= 0.1 * parameter.grad
-                parameter.grad = None
-        step_task(pipeline, task)
-        pipeline.evaluate(*task.inputs, target=task.target)
-
-    on_pipelines(2, task, case, debug="values", tied=TIED)
-
-
 @pytest.mark.feature("H10")
-def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero():
-    task = token_task(8)
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
+def test_gradients_of_copies_are_compared_too_and_none_counts_as_zero(attribute):
+    task, options = token_task(8), {"main_gradients": attribute == "main_grad"}
 
     def case(pipeline):
         wires, copies = pipeline.transport, pipeline._assembly.tied_copies
-        require_equal_copies(wires, copies, "grad")
+        require_equal_copies(wires, copies, attribute)
         parameter = next(iter(copies[0].parameters.values()))
-        parameter.grad = torch.zeros_like(parameter)
+        setattr(parameter, attribute, torch.zeros_like(parameter))
         if wires.rank == 1:
-            parameter.grad[1, 2] = -3.0
+            getattr(parameter, attribute)[1, 2] = -3.0
         require_equal_copies(wires, copies)
-        require_equal_copies(wires, copies, "grad")
+        require_equal_copies(wires, copies, attribute)
 
-    error = error_of(on_pipelines, 2, task, case, debug="values", tied=TIED)
+    error = error_of(on_pipelines, 2, task, case, debug="values", tied=TIED, **options)
 
     text = "the copies of the gradient of '4.weight' on ranks 0 and 1 differ by up to 3, in 1 of 66 values"
     assert text in str(error)
     assert (error.rank, error.peer) == (1, 0)
-
-
-def test_main_gradients_are_compared_where_they_are_kept():
-    task = token_task(8, torch.bfloat16)
-
-    def case(pipeline):
-        step_task(pipeline, task)
-        parameter = dict(pipeline.named_parameters())["4.weight" if pipeline.rank else "0.weight"]
-        assert parameter.main_grad.dtype == torch.float32
-        if pipeline.rank:
-            parameter.main_grad[0, 0] += 1.0
-        require_equal_copies(pipeline.transport, pipeline._assembly.tied_copies, "main_grad")
-
-    error = error_of(on_pipelines, 2, task, case, debug="values", tied=TIED, main_gradients=True)
-
-    assert "the copies of the gradient of '4.weight' on ranks 0 and 1 differ by up to 1, in 1 of 66" in str(error)

@@ -26,38 +26,26 @@ class Entry:
         self.features = features
 
 
-def test_a_function_holds_what_it_closes_over_and_what_that_leads_to():
+def test_a_function_holds_what_it_closes_over_its_arguments_and_what_these_lead_to():
     layer, queue = nn.Linear(2, 2), Queue()
     queue.put({"gradient": GRADIENT})
 
     def add(scale=torch.ones(6), *, entry=Entry(FEATURES)):  # noqa: B008
         return layer(queue.get()["gradient"]) * scale * entry.features + GLOBAL
 
-    found = reached_by(add)
-
-    assert is_same(found.tensors, [GRADIENT, *add.__defaults__, FEATURES])
-    assert found.owners == [layer]
-
-
-def test_arguments_of_a_partial_and_parameters_are_told_apart():
-    weight = nn.Parameter(torch.ones(2))
-
-    found = reached_by(partial(torch.add, FEATURES, weight))
-
-    assert is_same(found.tensors, [FEATURES])
-    assert is_same(found.owners, [weight])
-
-
-def test_attributes_of_a_context_are_followed():
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx, features):
             ctx.kept = FEATURES
             return features * 2
 
-    output = Own.apply(torch.ones(3, requires_grad=True))
-    node = output.grad_fn
+    weight, node = nn.Parameter(torch.ones(2)), Own.apply(torch.ones(3, requires_grad=True)).grad_fn
+    found, of_partial = reached_by(add), reached_by(partial(torch.add, FEATURES, weight))
 
+    assert is_same(found.tensors, [GRADIENT, *add.__defaults__, FEATURES])
+    assert found.owners == [layer]
+    assert is_same(of_partial.tensors, [FEATURES])
+    assert is_same(of_partial.owners, [weight])
     assert is_same(reached_by(lambda: node.kept).tensors, [FEATURES])
 
 

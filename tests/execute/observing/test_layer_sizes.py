@@ -82,14 +82,12 @@ def test_a_storage_that_is_saved_twice_counts_once_and_buffers_not_at_all():
 def test_what_weights_wait_for_is_measured_where_backwards_are_split():
     """Of each layer the gradient of its output, and its input: the first one's is the caller's."""
     assert sizes_of(linears)["weight_context_bytes"] == (0, 0)
-
-    for sizes in (sizes_of(linears, split_backwards=True), sizes_of(linears, schedule="zb-h1", num_ranks=2)):
-        assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
-
-
-def test_the_first_report_sees_what_every_step_keeps():
-    """To look at what products save does not change how their weights wait."""
+    # The first report, which looks at what products save, does not change how their weights wait.
     assert sizes_of(linears, split_backwards=True, num_steps=1)["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
+
+    for options in ({"split_backwards": True}, {"schedule": "zb-h1", "num_ranks": 2}):
+        sizes = sizes_of(linears, **options)
+        assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
 
 
 class Asking(torch.autograd.Function):
@@ -121,17 +119,6 @@ class Branching(Custom):
         return hidden + torch.tanh(torch.exp(self.weight))[0]
 
 
-def test_what_functions_and_branches_hold_for_their_weights_is_measured_too():
-    sizes = sizes_of(lambda: [*linears(1), Custom(WIDTH), Branching(WIDTH)], split_backwards=True)
-
-    matrix = FLOAT * WIDTH * WIDTH
-    # Of the first layer a gradient, of the function gradient and attribute, of the branch the gradient of a row and two
-    # results that were saved.
-    assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT, FLOAT * WIDTH + 2 * matrix)
-    # Of the branch, too, the sum that the loss saves; of the first layer the batch, which is the caller's.
-    assert sizes["activation_bytes"] == (0, OUTPUT, 2 * matrix + OUTPUT)
-
-
 class Bounded(nn.Linear):
     """Makes its weight by two functions, each of which saves its result."""
 
@@ -139,10 +126,17 @@ class Bounded(nn.Linear):
         return torch.nn.functional.linear(hidden, torch.tanh(torch.sigmoid(self.weight)))
 
 
-def test_what_is_saved_between_a_product_and_its_parameter_waits_with_it():
-    sizes = sizes_of(lambda: [*linears(1), settle(Bounded(WIDTH, WIDTH), 1)], split_backwards=True)
+def test_what_functions_and_branches_hold_for_their_weights_is_measured_too():
+    sizes = sizes_of(lambda: [*linears(1), Custom(WIDTH), Branching(WIDTH)], split_backwards=True)
+    made = sizes_of(lambda: [*linears(1), settle(Bounded(WIDTH, WIDTH), 1)], split_backwards=True)
 
-    assert sizes["weight_context_bytes"][1] == 2 * OUTPUT + 2 * FLOAT * WIDTH * WIDTH
+    matrix = FLOAT * WIDTH * WIDTH
+    assert made["weight_context_bytes"][1] == 2 * OUTPUT + 2 * matrix
+    # Of the first layer a gradient, of the function gradient and attribute, of the branch the gradient of a row and two
+    # results that were saved.
+    assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT, FLOAT * WIDTH + 2 * matrix)
+    # Of the branch, too, the sum that the loss saves; of the first layer the batch, which is the caller's.
+    assert sizes["activation_bytes"] == (0, OUTPUT, 2 * matrix + OUTPUT)
 
 
 @pytest.mark.parametrize("kind", [Fused, Closing, Building])
@@ -155,19 +149,15 @@ def test_what_layers_leave_for_later_by_themselves_is_measured(kind, schedule):
     assert sizes["weight_context_bytes"] == (OUTPUT, 2 * OUTPUT)
 
 
-def test_the_state_of_an_optimizer_belongs_to_the_layers_of_its_parameters():
-    sizes = sizes_of(linears, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
-
-    assert sizes["optimizer_bytes"] == (PARAMETERS, PARAMETERS)
-
-
-def test_a_shared_parameter_belongs_to_the_first_layer_that_has_it():
+def test_a_shared_parameter_and_the_state_of_its_optimizer_belong_to_the_first_layer_that_has_it():
     def layers():
         first, second = linears()
         second.weight = first.weight
         return [first, second]
 
-    assert sizes_of(layers)["parameter_bytes"] == (PARAMETERS, FLOAT * WIDTH)
+    sizes = sizes_of(layers, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9))
+
+    assert sizes["parameter_bytes"] == sizes["optimizer_bytes"] == (PARAMETERS, FLOAT * WIDTH)
 
 
 def test_copies_of_a_layer_count_once():
@@ -178,10 +168,6 @@ def test_copies_of_a_layer_count_once():
 
 
 # ---- what autograd keeps
-
-
-def ignore(tensor):
-    """Take no note."""
 
 
 def attempt(act, *args):
@@ -197,7 +183,7 @@ def total(tracker, stage):
 )
 def test_what_a_forward_saves_is_held_until_its_backward_or_as_long_as_its_graph(end):
     """The tangent saves its own output."""
-    tracker = SavedTensorTracker(note=ignore)
+    tracker = SavedTensorTracker(note=list)
 
     with tracker.tracking(2, (), attempt):
         outputs = [torch.ones(5, requires_grad=True).tanh()]
@@ -207,8 +193,11 @@ def test_what_a_forward_saves_is_held_until_its_backward_or_as_long_as_its_graph
     assert (held, tracker.bytes_by_address(2)) == (FLOAT * 5, {})
 
 
-def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
-    tracker, values = SavedTensorTracker(note=ignore), torch.ones(5, requires_grad=True)
+def test_a_storage_saved_twice_or_seen_by_views_counts_once_and_until_all_are_gone():
+    whole = torch.zeros(6)
+    found = storages({"whole": whole, "half": [whole[:3]], "empty": torch.zeros(0), "other": torch.zeros(2)})
+    assert sorted(found.values()) == [FLOAT * 2, FLOAT * 6]
+    tracker, values = SavedTensorTracker(note=list), torch.ones(5, requires_grad=True)
 
     with tracker.tracking(0, (), attempt):
         first, second = values * values, values * 2 * values
@@ -219,69 +208,42 @@ def test_a_storage_saved_twice_counts_once_and_until_both_are_gone():
     assert total(tracker, 0) == 0
 
 
-def test_views_of_one_storage_count_once():
-    values = torch.zeros(6)
-
-    found = storages({"whole": values, "half": [values[:3]], "empty": torch.zeros(0), "other": torch.zeros(2)})
-
-    assert sorted(found.values()) == [FLOAT * 2, FLOAT * 6]
-
-
 def test_each_storage_that_is_new_to_a_stage_is_noted_once():
     noted = []
     tracker, inputs = SavedTensorTracker(note=noted.append), torch.ones(5, requires_grad=True)
 
-    with tracker.tracking(0, (), attempt):
-        outputs = [inputs.exp() * inputs]
-
-    assert [tensor.numel() for tensor in noted] == [5, 5]
-    outputs.clear()
-    with tracker.tracking(0, (), attempt):
-        inputs.exp()
-    assert len(noted) == 3
+    for num_noted in (2, 3):
+        with tracker.tracking(0, (), attempt):
+            outputs = [inputs.exp() * inputs if num_noted == 2 else inputs.exp()]
+        assert len(noted) == num_noted
+        outputs.clear()
 
 
 class Attributed(torch.autograd.Function):
-    """Keeps two tensors as attributes, one of them in a list, and a number."""
+    """Saves its input and keeps it, a parameter and a number as attributes, as well as two tensors, one in a list."""
 
     @staticmethod
-    def forward(ctx, features):
-        ctx.scale, ctx.kept, ctx.listed = 2, features * 2, [features * 3]
-        return ctx.kept + 1
+    def forward(ctx, features, weight):
+        ctx.save_for_backward(features)
+        ctx.features, ctx.weight, ctx.scale = features, weight, 2
+        ctx.kept, ctx.listed = features * 2, [features * 3]
+        return ctx.kept * weight
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient * ctx.scale
+        return gradient * ctx.scale, None
 
 
-def test_attributes_of_a_custom_function_are_held_as_long_as_its_node():
-    noted = []
-    tracker, features = SavedTensorTracker(note=noted.append), torch.ones(5, requires_grad=True)
+def test_attributes_of_a_custom_function_are_held_as_long_as_its_node_unless_saved_too_or_parameters():
+    noted, weight = [], nn.Parameter(torch.ones(5))
+    tracker = SavedTensorTracker(note=noted.append)
 
-    with tracker.tracking(1, (), attempt):
-        output = Attributed.apply(features * 1)
+    with tracker.tracking(1, storages([weight]), attempt):
+        output = Attributed.apply(torch.ones(5), weight)
         tracker.note_functions(1, [output, 3])
         tracker.note_functions(1, {"again": output})
 
-    assert (total(tracker, 1), len(noted)) == (2 * FLOAT * 5, 2)
+    assert (total(tracker, 1), len(noted)) == (3 * FLOAT * 5, 3)
     del output
     noted.clear()
     assert total(tracker, 1) == 0
-
-
-def test_an_attribute_that_is_saved_too_or_a_parameter_is_not_counted_again():
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, features, weight):
-            ctx.save_for_backward(features)
-            ctx.features, ctx.weight = features, weight
-            return features * weight
-
-    weight = nn.Parameter(torch.ones(5))
-    tracker = SavedTensorTracker(note=ignore)
-    with tracker.tracking(0, storages([weight]), attempt):
-        output = Own.apply(torch.ones(5), weight)
-        tracker.note_functions(0, output)
-
-    assert output.requires_grad
-    assert total(tracker, 0) == FLOAT * 5

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from penstock.execute.observing.log import log_plan, message_log
+from penstock.execute.observing.log import log_plan
 from penstock.schedules import build
 from tests.support.local_pipelines import float_task, on_pipelines, step_task, token_task
 
@@ -14,33 +14,28 @@ def lines(caplog, level):
     return [record.getMessage() for record in caplog.records if record.name == "penstock" and record.levelno == level]
 
 
-@pytest.mark.feature("A17")
-def test_the_plan_is_told_at_info(caplog):
-    caplog.set_level(logging.INFO, "penstock")
-
-    log_plan(build("interleaved-1f1b", ranks=2, microbatches=4), 1)
-
-    assert lines(caplog, logging.INFO) == [
-        "rank 1 of 2: interleaved-1f1b, 4 microbatches, 1 slice, 4 stages, of which it holds 1, 3"
-    ]
+OF_1F1B, OF_GPIPE = (build(name, ranks=4, microbatches=8) for name in ("1f1b", "gpipe"))
 
 
 @pytest.mark.feature("A17")
 @pytest.mark.parametrize(
-    ("schedule", "rank", "counts"),
+    ("schedule", "rank", "stages", "counts"),
     [
-        (build("1f1b", ranks=4, microbatches=8), 0, (4, 8, 4)),
-        (build("1f1b", ranks=4, microbatches=8), 3, (1, 14, 1)),
-        (build("gpipe", ranks=4, microbatches=8), 0, (8, 0, 8)),
-        (build("gpipe", ranks=2, microbatches=3, forward_only=True), 0, (3, 0, 0)),
+        (OF_1F1B, 0, "4 stages, of which it holds 0", (4, 8, 4)),
+        (OF_1F1B, 3, "4 stages, of which it holds 3", (1, 14, 1)),
+        (OF_GPIPE, 0, "4 stages, of which it holds 0", (8, 0, 8)),
+        (build("gpipe", ranks=2, microbatches=8, forward_only=True), 0, "2 stages, of which it holds 0", (8, 0, 0)),
+        (build("interleaved-1f1b", ranks=2, microbatches=8), 1, "4 stages, of which it holds 1, 3", (3, 26, 3)),
     ],
-    ids=["first rank", "last rank", "gpipe", "without backwards"],
+    ids=["first rank", "last rank", "gpipe", "without backwards", "two stages"],
 )
-def test_the_phases_are_told_at_debug(caplog, schedule, rank, counts):
+def test_the_plan_is_told_at_info_and_its_phases_at_debug(caplog, schedule, rank, stages, counts):
     caplog.set_level(logging.DEBUG, "penstock")
 
     log_plan(schedule, rank)
 
+    plan = f"rank {rank} of {schedule.num_ranks}: {schedule.name}, 8 microbatches, 1 slice, {stages}"
+    assert lines(caplog, logging.INFO) == [plan]
     assert lines(caplog, logging.DEBUG) == [
         "rank {}: {} actions in warm-up, {} steady, {} in cool-down".format(rank, *counts)
     ]
@@ -62,11 +57,6 @@ def test_every_message_is_told_at_debug(caplog):
         "1RECV_F1 arrived, from rank 0",
         "1SEND_B1 posted, to rank 0",
     ]
-
-
-def test_where_nobody_listens_no_call_is_observed():
-    assert logging.getLogger("penstock").getEffectiveLevel() > logging.DEBUG
-    assert message_log() == []
 
 
 @pytest.mark.feature("H9")

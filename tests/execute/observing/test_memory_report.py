@@ -18,7 +18,6 @@ from tests.acceptance.steps.test_gradients import SMALL, schedules_of, task_for
 from tests.support.local_pipelines import (
     WIDTH,
     Task,
-    difference,
     error_of,
     float_layers,
     float_task,
@@ -26,7 +25,6 @@ from tests.support.local_pipelines import (
     on_pipelines,
     on_ranks,
     settle,
-    step_task,
     values,
     zero,
 )
@@ -47,8 +45,9 @@ def reports_of(schedule, task, *, steps=2, keeps_gradients=False):
             if not keeps_gradients:
                 zero(pipeline)
             report = pipeline.memory_report(*task.inputs, target=task.target)
-        pipeline.close()
-        return report, gradients_of(pipeline.named_parameters())
+        gradients = gradients_of(pipeline.named_parameters())
+        pipeline.step(*task.inputs, target=task.target)  # steps go on after it
+        return report, gradients
 
     return on_pipelines(schedule.num_ranks, task, case, schedule, None)
 
@@ -130,14 +129,12 @@ def test_the_points_of_a_step_stand_in_order_and_add_up():
         assert end == 2 * BLOCK_PARAMETERS
         assert peak == rank.counted_bytes == max(point.counted_bytes for point in rank.points)
         assert all(point.allocated_bytes is None for point in rank.points)
-
-
-def test_the_point_after_the_warm_up_is_before_the_first_backward():
-    """With the gradients of a step before, all that comes after the last forward is given back: it is the peak, too."""
-    report = report_of("gpipe", 1, deep_task(2), keeps_gradients=True)
-
-    begin, after_warm_up, peak, end = (point.counted_bytes for point in report.ranks[0].points)
-    assert begin == end < after_warm_up == peak
+    # With the gradients of a step before, all that comes after the last forward is given back: it is the peak, too.
+    begin, after_warm_up, peak, end = report_of("gpipe", 1, deep_task(2), keeps_gradients=True).ranks[0].points
+    assert begin.counted_bytes == end.counted_bytes < after_warm_up.counted_bytes == peak.counted_bytes
+    message = FLOAT * 2 * WIDTH
+    assert all(rank.received_bytes % message == 0 for rank in report.ranks)
+    assert report.ranks[0].received_bytes > 0
 
 
 def last_of_split_backwards(make_layer):
@@ -166,22 +163,7 @@ class Shift(nn.Module):
         return x + self.shift
 
 
-def test_inputs_that_wait_for_their_gradient_are_counted_though_no_layer_saved_them():
-    report = report_of("gpipe", 3, task_of(lambda: [Shift(), Shift(), Shift()]), keeps_gradients=True)
-
-    middle = report.ranks[1].stages[0]
-    assert (middle.num_activations, middle.activation_bytes) == (8, 8 * FLOAT * 2 * WIDTH)
-
-
-def test_receives_and_unsent_messages_are_counted():
-    report = report_of("1f1b", 2, deep_task(2))
-
-    message = FLOAT * 2 * WIDTH
-    assert all(rank.received_bytes % message == 0 for rank in report.ranks)
-    assert report.ranks[0].received_bytes > 0
-
-
-def test_buffers_count_once_with_the_parameters_of_their_layers():
+def test_buffers_count_once_with_the_parameters_and_inputs_that_wait_count_though_no_layer_saved_them():
     table = torch.zeros(100)
 
     def with_table():
@@ -191,36 +173,33 @@ def test_buffers_count_once_with_the_parameters_of_their_layers():
 
     report = report_of("gpipe", 1, task_of(lambda: [with_table(), with_table(), Shift()]))
 
+    middle = (
+        report_of("gpipe", 3, task_of(lambda: [Shift(), Shift(), Shift()]), keeps_gradients=True).ranks[1].stages[0]
+    )
+    assert (middle.num_activations, middle.activation_bytes) == (8, 8 * FLOAT * 2 * WIDTH)
     assert report.ranks[0].stages[0].parameter_bytes == FLOAT * (3 * WIDTH + 100)
     assert report.layer_bytes["parameter_bytes"] == (FLOAT * (WIDTH + 100), FLOAT * WIDTH, FLOAT * WIDTH)
 
 
-def test_what_an_optimizer_keeps_on_another_device_is_not_counted():
+def test_an_optimizer_is_counted_where_it_is_given_but_nothing_that_it_keeps_on_another_device():
     task = deep_task(2)
     pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss)
     parameters = list(pipeline.parameters())
-    optimizer = torch.optim.SGD(parameters)
-    optimizer.state[parameters[0]] = {"here": torch.zeros(3), "elsewhere": torch.zeros(5, device="meta")}
+    optimizer, elsewhere = torch.optim.AdamW(parameters), torch.optim.SGD(parameters)
+    elsewhere.state[parameters[0]] = {"here": torch.zeros(3), "elsewhere": torch.zeros(5, device="meta")}
 
-    report = pipeline.memory_report(*task.inputs, target=task.target, optimizer=optimizer)
-
-    assert report.ranks[0].optimizer_bytes == sum(report.layer_bytes["optimizer_bytes"]) == FLOAT * 3
-
-
-def test_an_optimizer_is_counted_where_it_is_given():
-    task = deep_task(2)
-    pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss)
-    optimizer = torch.optim.AdamW([parameter for _, parameter in pipeline.named_parameters()])
-
-    sizes = []
-    for given in (None, optimizer, optimizer):
+    found = []
+    for given in (None, elsewhere, optimizer, optimizer):
         report = pipeline.memory_report(*task.inputs, target=task.target, optimizer=given)
-        sizes.append(report.ranks[0].optimizer_bytes)
+        found.append((report.ranks[0].optimizer_bytes, sum(report.layer_bytes["optimizer_bytes"])))
         optimizer.step()
 
-    # The first report with it came after one step; per parameter two moments, and a count of steps.
-    num_parameters = len(list(pipeline.named_parameters()))
-    assert sizes == [None, *[2 * (2 * BLOCK_PARAMETERS) + FLOAT * num_parameters] * 2]
+    without = Pipeline(task.make_layers(), "gpipe", 8)
+    assert "a training step needs a loss" in str(error_of(without.memory_report, *task.inputs))
+    # The first report with it came after two steps; per parameter two moments, and a count of steps.
+    moments = 2 * (2 * BLOCK_PARAMETERS) + FLOAT * len(parameters)
+    assert [rank for rank, _ in found] == [None, FLOAT * 3, moments, moments]
+    assert found[1] == (FLOAT * 3, FLOAT * 3)
 
 
 @pytest.mark.feature("H8")
@@ -236,19 +215,6 @@ def test_a_report_prints_the_tables_of_a_profile_and_is_one_line_in_a_shell():
     assert lines[6].endswith("end  predicted peak")
     most = format_bytes(max(rank.counted_bytes for rank in report.ranks))
     assert repr(report) == f"<MemoryReport of 2 ranks, most {most} on rank 0>"
-
-
-def test_a_report_needs_a_loss_and_steps_go_on_after_it():
-    task = deep_task(2)
-    without = Pipeline(task.make_layers(), "gpipe", 8)
-    pipeline = Pipeline(task.make_layers(), "gpipe", 8, task.loss)
-
-    error = error_of(without.memory_report, *task.inputs)
-    pipeline.memory_report(*task.inputs, target=task.target)
-    zero(pipeline)
-
-    assert "a training step needs a loss" in str(error)
-    assert difference([step_task(pipeline, task)], task.reference(8)) == []
 
 
 def points_have_the_allocators_figures(device):

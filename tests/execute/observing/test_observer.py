@@ -1,7 +1,6 @@
 """Observers see every call once; one that raises is removed and reported, and the step goes on."""
 
 import logging
-import re
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,21 +9,11 @@ import torch
 
 from penstock import Observer
 from penstock.errors import ConfigError, PipelineError
-from penstock.execute.observing.layer_sizes import LayerSizes, SavedTensorTracker
-from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.observer import observed, observing
 from penstock.execute.observing.recorder import Recorder
 from penstock.execute.step import Bound
 from penstock.pipeline import Pipeline
-from tests.house.source import ROOT
-from tests.support.local_pipelines import (
-    difference,
-    error_of,
-    float_task,
-    gradients_of,
-    on_pipelines,
-    step_task,
-)
+from tests.support.local_pipelines import difference, error_of, float_task, gradients_of, on_pipelines, step_task
 
 
 class Noting(Observer):
@@ -86,12 +75,6 @@ def test_the_first_observer_is_the_innermost_and_ends_last():
     ]
 
 
-def test_calls_that_no_observer_is_around_are_the_same():
-    bound = Bound(3, print, 2)
-
-    assert observed([Observer()], None, [bound])[0] is bound
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_an_observer_that_raises_is_reported_once_and_every_call_runs_once(caplog, place):
     noted = []
@@ -131,15 +114,11 @@ def test_the_error_of_a_call_is_the_one_that_is_raised_and_every_context_is_left
 
     assert isinstance(found, ZeroDivisionError)
     assert noted == ["around", "begin", "enter", "leave", "end True"]
-
-
-def test_a_context_is_left_of_an_observer_that_is_removed_within_it():
-    observer = Noting([])
-
-    run([observer], lambda step: observer.attempt(int, "nothing"))
-
-    assert isinstance(observer.failure, ValueError)
-    assert observer.noted == ["around", "begin", "enter", "leave", "end True"]
+    removed, bound = Noting([]), Bound(3, print, 2)
+    run([removed], lambda step: removed.attempt(int, "nothing"))
+    assert isinstance(removed.failure, ValueError)
+    assert removed.noted == noted
+    assert observed([Observer()], None, [bound])[0] is bound  # no observer is around its call
 
 
 # ---- in a pipeline
@@ -233,40 +212,22 @@ def test_a_step_whose_recorder_fails_on_one_rank_runs_and_is_not_recorded_on_any
     assert len(reports(caplog)) == 2  # of two steps, each with a recorder
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [
-        (MemoryWatch, "_look"),
-        (SavedTensorTracker, "_record_storage"),
-        (LayerSizes, "_begin"),
-        (LayerSizes, "note_saved"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_step_whose_memory_cannot_be_measured_runs_and_says_so(caplog, monkeypatch, owner, method):
+MEASURING = ["memory_report.MemoryWatch._look", "layer_sizes.SavedTensorTracker._record_storage"]
+MEASURING += ["layer_sizes.LayerSizes._begin", "layer_sizes.LayerSizes.note_saved"]
+
+
+@pytest.mark.parametrize("place", MEASURING)
+def test_a_step_whose_memory_cannot_be_measured_runs_and_says_so(caplog, monkeypatch, place):
     task = float_task(8)
 
     def case(pipeline):
         error = error_of(pipeline.memory_report, *task.inputs, target=task.target)
         return error, gradients_of(pipeline.named_parameters())
 
-    monkeypatch.setattr(owner, method, broken)
+    monkeypatch.setattr(f"penstock.execute.observing.{place}", broken)
     found = on_pipelines(2, task, case)
 
     expected = task.reference(4)[1]
     assert all("its memory was not measured" in str(error) for error, _ in found)
     assert all(torch.equal(gradient, expected[name]) for _, own in found for name, gradient in own.items())
     assert len(reports(caplog)) == 2
-
-
-# ---- the page, and the tests themselves
-
-
-def test_the_observer_of_the_page_works_as_it_stands(caplog):
-    page = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
-    [example] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ps.Observer" in block]
-
-    exec(compile(example, "docs/observing.md", "exec"), {})
-
-    told = [record.getMessage() for record in caplog.records if record.name == "root"]
-    assert told == [f"step 0: {instruction} took long" for instruction in ("0F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD")]

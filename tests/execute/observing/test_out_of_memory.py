@@ -1,10 +1,12 @@
 """A step that ran out of memory says what its rank held, and which options hold less."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from penstock.errors import PipelineError
-from tests.support.local_pipelines import Around, Task, error_of, on_pipelines, square_loss, values
+from tests.support.local_pipelines import Around, block, error_of, float_task, on_pipelines
 
 
 class Full(Around):
@@ -22,13 +24,11 @@ class Full(Around):
 @pytest.mark.parametrize("error_type", [torch.OutOfMemoryError, MemoryError])
 def test_the_rank_that_ran_out_says_what_it_held_and_the_others_name_it(error_type):
     def layers():
-        made = [Full(seed) for seed in range(4)]
-        for layer in made:
-            layer.error_type = error_type if layer is made[1] else type(None)
-            layer.num_calls = 0 if layer is made[1] else -100
-        return made
+        full = Full(1)
+        full.error_type = error_type
+        return [block(0), full, block(2), block(3)]
 
-    task = Task(layers, (values(1, 8, 6),), values(2, 8, 6), square_loss)
+    task = replace(float_task(8), make_layers=layers)
 
     full, other = on_pipelines(2, task, lambda own: error_of(own.step, *task.inputs, target=task.target), "gpipe")
 

@@ -34,30 +34,18 @@ def test_each_stage_has_a_row_and_messages_are_told_once_per_rank():
     ]  # fmt: skip
 
 
-def test_the_points_of_a_step_have_the_allocators_figures_where_there_are_any():
-    on_gpu = replace(RANK, points=(MemoryPoint("begin", 8 * KIB, 16 * KIB, 32 * KIB), *RANK.points[1:]))
-
-    text = memory_text([on_gpu])
-
-    assert "most live" in text
-    assert "8.00 KiB (16.0 KiB allocated, 32.0 KiB reserved)" in text
-
-
-def test_what_was_predicted_is_next_to_what_was_counted():
-    lines = memory_text([RANK, replace(RANK, rank=2)], [9 * KIB, 7 * KIB]).splitlines()
-
-    assert [line.split()[-2:] for line in lines[-2:]] == [["9.00", "KiB"], ["7.00", "KiB"]]
-    assert lines[-4].endswith("predicted peak")
-
-
-def test_an_optimizers_state_has_a_column_where_it_was_counted():
+def test_optimizers_states_predictions_and_an_allocators_figures_are_there_where_they_were_counted():
+    on_device = (MemoryPoint("begin", 8 * KIB, 16 * KIB, 32 * KIB), *RANK.points[1:])
     given = replace(RANK, rank=2, optimizer_bytes=3 * KIB)
 
     lines = memory_text([RANK, given], [9 * KIB, 7 * KIB]).splitlines()
+    text = memory_text([replace(RANK, points=on_device)])
 
     assert lines[-4].endswith("end  optimizer  predicted peak")
     assert [line.split()[-5:] for line in lines[-2:]] == [
         ["8.00", "KiB", "-", "9.00", "KiB"],
         ["KiB", "3.00", "KiB", "7.00", "KiB"],
     ]
-    assert "optimizer" not in memory_text([RANK])
+    assert "optimizer" not in text
+    assert "most live" in text
+    assert "8.00 KiB (16.0 KiB allocated, 32.0 KiB reserved)" in text

@@ -1,7 +1,6 @@
 """What a recorder measures: every row, on one clock, in an order that the dependencies allow."""
 
 import time
-import warnings
 from functools import partial
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PenstockWarning
 from penstock.execute.accelerator import make_event
 from penstock.execute.observing.clock import Clock, ClockComparison
 from penstock.execute.observing.observer import observed
@@ -21,7 +19,7 @@ from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
 from penstock.pipeline import Pipeline
 from tests.execute.stages.test_split_backward import Product
-from tests.support.local_pipelines import WIDTH, float_task, on_pipelines, on_ranks, pipeline_of, step_task
+from tests.support.local_pipelines import WIDTH, float_task, on_ranks, pipeline_of, step_task
 
 FAR_S = 1000.0
 
@@ -33,24 +31,16 @@ def run(recorder, row, call, awaits=None):
 
 
 @pytest.mark.feature("H11")
-def test_a_call_is_measured_from_its_start_to_its_end():
-    times = iter([1.0, 2.0, 4.0])
+def test_a_call_is_measured_from_its_start_to_its_end_which_an_arrival_moves_of_its_receive_only():
+    times = iter([1.0, 2.0, 4.0, 5.0])
     recorder = Recorder(range(7, 9), Clock(lambda: next(times)))
     during = []
 
     run(recorder, 8, lambda step: during.append(next(times)))
 
     assert (recorder.start_s.tolist(), during, recorder.end_s.tolist()) == ([0.0, 1.0], [2.0], [0.0, 4.0])
-
-
-def test_an_arrival_moves_the_end_of_its_receive_only():
-    times = iter([1.0, 2.0, 5.0])
-    recorder = Recorder(range(1), Clock(lambda: next(times)))
-    run(recorder, 0, lambda step: None)
-
-    run(recorder, 5, lambda step: None, awaits=0)
-
-    assert (recorder.start_s[0], recorder.end_s[0]) == (1.0, 5.0)
+    run(recorder, 12, lambda step: None, awaits=8)
+    assert (recorder.start_s.tolist(), recorder.end_s.tolist()) == ([0.0, 1.0], [0.0, 5.0])
 
 
 def record(wires, clocks=None):
@@ -58,8 +48,13 @@ def record(wires, clocks=None):
     task = float_task(8)
     pipeline = pipeline_of(wires, task, **({} if clocks is None else {"clock": clocks[wires.rank]}))
     step_task(pipeline, task)
+    assert pipeline.timeline is None
     step_task(pipeline, task, record=True)
-    return pipeline.recording
+    recording = pipeline.recording
+    step_task(pipeline, task)  # which is not recorded
+    assert pipeline.recording is recording
+    assert pipeline.timeline is recording.timeline
+    return recording
 
 
 def assert_in_order(timeline, *, apart_s=0.0):
@@ -81,11 +76,15 @@ def assert_in_order(timeline, *, apart_s=0.0):
 
 
 def test_measured_rows_end_after_they_start_and_keep_every_dependency():
-    recordings = on_ranks(3, record)
+    recordings, now_s = on_ranks(3, record), time.monotonic()
 
     assert_in_order(recordings[1].timeline)
     assert recordings[1].timeline.clock_uncertainty_s == 0.0
-    assert all((r.timeline.start_s == recordings[0].timeline.start_s).all() for r in recordings)
+    for recording in recordings:
+        assert (recording.timeline.start_s == recordings[0].timeline.start_s).all()
+        assert recording.from_own_clock(now_s) == now_s - recordings[0].origin_s > recording.timeline.makespan_s
+        # Batches of 8 in 4 microbatches: 2 rows of floats; the last stage sends none on.
+        assert recording.message_bytes == (2 * WIDTH * 4, 2 * WIDTH * 4, 0)
 
 
 def test_ranks_whose_clocks_are_far_apart_are_laid_on_one_scale_and_the_rest_is_told():
@@ -99,21 +98,6 @@ def test_ranks_whose_clocks_are_far_apart_are_laid_on_one_scale_and_the_rest_is_
     assert_in_order(timeline, apart_s=timeline.clock_uncertainty_s)
 
 
-def test_a_moment_on_the_own_clock_is_found_on_the_timeline():
-    recordings = on_ranks(2, record)
-
-    now = time.monotonic()
-
-    found = [recording.from_own_clock(now) for recording in recordings]
-    assert found == [now - recordings[0].origin_s] * 2
-    assert found[0] > recordings[0].timeline.makespan_s
-
-
-def test_the_bytes_of_messages_are_those_of_the_outputs():
-    """Batches of 8 in 4 microbatches: 2 rows of floats; the last stage sends none on."""
-    assert [recording.message_bytes for recording in on_ranks(3, record)] == [(2 * WIDTH * 4, 2 * WIDTH * 4, 0)] * 3
-
-
 def gradients(wires, *, split_backwards):
     task = float_task(8)
     pipeline = pipeline_of(wires, task)
@@ -124,27 +108,11 @@ def gradients(wires, *, split_backwards):
 
 
 def test_a_profile_may_run_backwards_in_two_parts_and_gives_the_same_gradients():
-    whole, split = (
-        on_ranks(2, partial(gradients, split_backwards=False)),
-        on_ranks(2, partial(gradients, split_backwards=True)),
-    )
+    whole, split = (on_ranks(2, partial(gradients, split_backwards=parts)) for parts in (False, True))
 
     for (ops, expected), (ops_of_parts, found) in zip(whole, split, strict=True):
         assert (ops, ops_of_parts) == ([{0, 1}, {0, 1}], [{0, 2, 3}, {0, 1}])
         assert all(map(torch.equal, found, expected))
-
-
-def test_a_step_that_is_not_recorded_leaves_the_recording_as_it_was():
-    task = float_task(8)
-
-    def case(pipeline):
-        assert pipeline.timeline is None
-        step_task(pipeline, task, record=True)
-        first = pipeline.recording
-        step_task(pipeline, task)
-        return pipeline.recording is first and pipeline.timeline is first.timeline
-
-    assert on_pipelines(2, task, case) == [True, True]
 
 
 # ---- on a GPU, told with a stand-in for it, in which queued work takes time of its own
@@ -190,11 +158,9 @@ class EventStandIn:
         return 1000.0 * (end_event._at_s - self._at_s)
 
 
-def waiting_for(device, rank=0, deadline_s=20.0, **options):
+def waiting_for(device, rank=0, deadline_s=20.0):
     """Return how the host waits for a device."""
-    return partial(
-        await_device, rank=rank, deadline_s=deadline_s, read_clock=device.read, pause=device.pause, **options
-    )
+    return partial(await_device, rank=rank, deadline_s=deadline_s, read_clock=device.read, pause=device.pause)
 
 
 def recorder_of(device, num_rows):
@@ -234,6 +200,7 @@ def test_a_device_without_timed_events_leaves_the_recording_out():
     def lacks():
         raise RuntimeError("mps does not support timing")
 
+    assert type(recorder_for(clocks_of(torch.device("cpu")), range(1))) is Recorder
     recorder = DeviceRecorder(range(1), Clock(), lacks, await_device)
 
     recorder.attempt(recorder.begin, None)
@@ -244,10 +211,6 @@ def test_a_device_without_timed_events_leaves_the_recording_out():
 def clocks_of(device):
     [transport] = LocalTransport.create(1)
     return ClockComparison(transport, device, Clock(), ["host"])
-
-
-def test_a_processor_is_measured_by_its_clock():
-    assert type(recorder_for(clocks_of(torch.device("cpu")), range(1))) is Recorder
 
 
 def products_take_their_time(device):
@@ -274,25 +237,20 @@ def test_products_on_a_device_take_their_time(on_device):
     on_device(products_take_their_time)
 
 
-@pytest.mark.parametrize(("kind", "share", "reasons"), [("opaque", 1.0, ["cannot be told apart"]), ("linear", 0.0, [])])
-def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(kind, share, reasons):
+@pytest.mark.parametrize("is_opaque", [False, True])
+def test_a_recorded_step_tells_which_weight_gradients_wait_for_w(is_opaque):
     def case(wires):
-        kind_of_layer = {"opaque": Opaque, "linear": nn.Linear}[kind]
-        layers = [kind_of_layer(128, 128) for _ in range(2)]
+        layers = [(Opaque if is_opaque else nn.Linear)(128, 128) for _ in range(2)]
         pipeline = Pipeline(layers, "zb-h1", 2, nn.functional.mse_loss, transport=wires)
         for _ in range(2):
             pipeline.step(torch.ones(256, 128), target=torch.ones(256, 128), record=True)
-        found = pipeline.recording.early_weights, pipeline.describe_split()
-        pipeline.close()
-        return found
+        return pipeline.recording.early_weights, pipeline.describe_split()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PenstockWarning)
-        for early, text in on_ranks(2, case):
-            assert [found.share for _, found in sorted(early.items())] == [share, share]
-            assert [list(found.reasons.values()) for _, found in sorted(early.items())] == [reasons] * 2
-            assert f" {1 - share:.0%} " in text
-            assert ("do not wait for W in stage 1: 1.weight (cannot be told apart)" in text) == bool(reasons)
+    for early, text in on_ranks(2, case):
+        found = [(early[stage].share, list(early[stage].reasons.values())) for stage in sorted(early)]
+        assert found == [(1.0, ["cannot be told apart"]) if is_opaque else (0.0, [])] * 2
+        assert f" {0 if is_opaque else 100}% " in text
+        assert ("do not wait for W in stage 1: 1.weight (cannot be told apart)" in text) is is_opaque
 
 
 class Opaque(nn.Linear):

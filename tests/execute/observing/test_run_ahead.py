@@ -57,43 +57,30 @@ def test_only_computations_are_held_back():
     assert held == [row for row in range(int(program.offsets[1])) if program.is_compute[row]]
 
 
-def test_what_a_failed_step_left_pending_is_forgotten():
+def test_a_device_that_stands_still_is_an_error_in_time_and_what_a_failed_step_left_pending_is_forgotten():
     device, program = DeviceStandIn(), program_of()
-    throttle, bounds, _ = throttled(device, 1, program, inf)
+    throttle, bounds, pending = throttled(device, 1, program, inf, rank=3, deadline_s=2.0)
     bounds[0].call(None)
-
     throttle.begin(None)
     bounds[1].call(None)
-
     assert device.paused_s == 0.0
 
-
-def test_a_device_that_stands_still_is_an_error_in_time():
-    device, program = DeviceStandIn(), program_of()
-    _, bounds, pending = throttled(device, 1, program, inf, rank=3, deadline_s=2.0)
-    bounds[0].call(None)
-
-    error = error_of(bounds[1].call, None)
+    error = error_of(bounds[2].call, None)
 
     assert isinstance(error, DeadlineExceeded)
-    assert (error.rank, pending) == (3, [1])
+    assert (error.rank, pending) == (3, [1, 2])
     assert 2.0 < error.waited_s < 2.1
     assert "rank 3: waited 2.00 s for its device to end a computation, the deadline is 2 s" in str(error)
 
 
-def test_a_cpu_is_not_throttled_and_no_limit_throttles_nothing():
+def test_a_queued_device_is_throttled_where_there_is_a_limit_and_events_tell_how_far_it_is(monkeypatch):
     [transport] = LocalTransport.create(1)
 
     assert throttle_for(torch.device("cpu"), 2, transport) is None
     assert throttle_for(CUDA, None, transport) is None
-
-
-@pytest.mark.parametrize("has_events", [True, False])
-def test_a_queued_device_is_throttled_where_events_tell_how_far_it_is(monkeypatch, has_events):
-    [transport] = LocalTransport.create(1)
-    monkeypatch.setattr(run_ahead, "has_events", lambda device: has_events)
-
-    assert isinstance(throttle_for(CUDA, 2, transport), Throttle) is has_events
+    for has_events in (True, False):
+        monkeypatch.setattr(run_ahead, "has_events", lambda device, answer=has_events: answer)
+        assert isinstance(throttle_for(CUDA, 2, transport), Throttle) is has_events
 
 
 def test_an_error_of_the_device_comes_from_the_computations_that_it_has_not_ended():
@@ -130,17 +117,3 @@ def test_a_limit_that_is_no_count_is_refused(limit):
 
     assert isinstance(error, ConfigError)
     assert str(error).startswith(f"run_ahead: {limit} of type {type(limit).__name__}; expected 1 or more computations")
-
-
-def throttled_step_gives_the_same_bits(device):
-    task = float_task(8)
-    losses = []
-    for limit in (None, 1):
-        pipeline = Pipeline(task.make_layers(), "gpipe", 4, task.loss, device=device, run_ahead=limit)
-        losses.append(pipeline.step(*[each.to(device) for each in task.inputs], target=task.target.to(device)).loss)
-
-    assert torch.equal(*losses)
-
-
-def test_on_a_device_a_throttled_step_gives_the_same_bits(on_device):
-    on_device(throttled_step_gives_the_same_bits)

@@ -1,26 +1,16 @@
 """What is off leaves no trace in the calls of a step; all that is on at once changes no bit."""
 
+import logging
+
 import pytest
-import torch
 
 from penstock.errors import ConfigError
 from penstock.execute.control.agreement import Mode
+from penstock.execute.observing.log import message_log
 from penstock.pipeline import Pipeline
 from tests.execute.test_overlap import backward_first
 from tests.execute.test_run import PAIRS
-from tests.support.local_pipelines import (
-    NEARLY,
-    Task,
-    difference,
-    error_of,
-    float_layers,
-    float_task,
-    on_pipelines,
-    outcomes_on_gloo,
-    second_step,
-    step_task,
-    zero,
-)
+from tests.support.local_pipelines import difference, error_of, float_task, on_pipelines, step_task, zero
 
 
 def test_what_is_off_costs_nothing():
@@ -31,6 +21,8 @@ def test_what_is_off_costs_nothing():
     assert pipeline._runner._observers.of_all_steps == []
     assert pipeline._runner._observers.messages is pipeline.transport
     assert all(bound is own for bound, own in zip(compiled.bounds, compiled.bounds_with(()), strict=True))
+    assert logging.getLogger("penstock").getEffectiveLevel() > logging.DEBUG  # so nobody reads of messages
+    assert message_log() == []
 
 
 @pytest.mark.parametrize("level", ["value", "", "on"])
@@ -46,40 +38,12 @@ def test_a_debug_level_that_does_not_exist_is_refused(level):
 def test_everything_at_once_changes_no_bit():
     task = float_task(12)
 
-    def two_steps(pipeline):
+    def case(pipeline):
         step_task(pipeline, task)
         zero(pipeline)
         return step_task(pipeline, task, record=True)
 
-    outcomes = on_pipelines(2, task, two_steps, PAIRS, None, debug="values", ranges=True, overlap=backward_first)
+    outcomes = on_pipelines(2, task, case, PAIRS, None, debug="values", ranges=True, overlap=backward_first)
 
     assert difference(outcomes, task.reference(3)) == []
     assert outcomes[0].timeline.makespan_s > 0
-
-
-# ---- on gloo
-
-LEVELS = ["off", "messages", "values"]
-SCHEDULES = [("1f1b", 5), ("zbv", 4), ("dualpipe", 4)]
-
-
-def cases():
-    return [(deep_task(number), name, number, {"debug": level}) for name, number in SCHEDULES for level in LEVELS]
-
-
-@pytest.mark.slow
-def test_debug_levels_on_gloo_change_no_bit(two_ranks):
-    per_rank = two_ranks.run(outcomes_on_gloo, cases, second_step, timeout_s=60.0)
-
-    for case, outcomes in zip(cases(), zip(*per_rank, strict=True), strict=True):
-        task, *_, num_microbatches, options = case
-        if options["debug"] == "off":
-            plain = outcomes
-            assert difference(plain, task.reference(num_microbatches), **NEARLY) == [], case
-        for outcome, expected in zip(outcomes, plain, strict=True):
-            assert difference([outcome], (expected.result, expected.gradients)) == [], case
-
-
-def deep_task(num_microbatches):
-    task = float_task(2 * num_microbatches, torch.float64)
-    return Task(lambda: float_layers(torch.float64, 6), task.inputs, task.target)
