@@ -42,6 +42,8 @@ def test_all_devices_but_the_cpu_queue_their_work():
     kinds = ["cpu", "meta", "cuda", "xpu", "mps", "hpu", "privateuseone"]
 
     assert [kind for kind in kinds if is_queued(torch.device(kind))] == kinds[2:]
+    backends = [queued_backend(kind) for kind in ("cuda", "xpu", "mps", "cpu", "privateuseone")]
+    assert backends == ["nccl", "xccl", None, None, None]  # gloo queues no messages on a device
 
 
 def test_the_cpu_is_always_there_and_another_device_only_where_torch_is_built_for_it():
@@ -53,7 +55,8 @@ def test_the_cpu_is_always_there_and_another_device_only_where_torch_is_built_fo
     assert str(caught.value).startswith(f"device: there is no device 'xpu': this torch {built_for}. Choose 'cpu'")
 
 
-def test_a_device_beyond_those_of_this_process_is_refused_with_the_choices(two_gpus):
+def test_a_device_beyond_those_of_this_process_is_refused_with_the_choices(two_gpus, monkeypatch):
+    assert (accelerator_type(), num_accelerators(), current_device()) == ("cuda", 2, torch.device("cuda", 1))
     assert require_available(torch.device("cuda", 1), "device") == torch.device("cuda", 1)
     assert require_available(torch.device("cuda"), "device") == torch.device("cuda")
     with pytest.raises(ConfigError) as caught:
@@ -61,23 +64,9 @@ def test_a_device_beyond_those_of_this_process_is_refused_with_the_choices(two_g
 
     expected = "this process sees 2 of this kind. Choose 'cpu' or 'cuda:0' or 'cuda:1'"
     assert str(caught.value) == f"device: there is no device 'cuda:2': {expected}"
-
-
-def test_a_kind_of_which_there_is_none_is_refused(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-
     with pytest.raises(ConfigError, match=r"'cuda': this process sees none of this kind\. Choose 'cpu'$"):
         require_available(torch.device("cuda"), "device")
-    assert current_device() is None
-
-
-def test_the_current_device_is_that_of_this_thread(two_gpus):
-    assert current_device() == torch.device("cuda", 1)
-    assert (accelerator_type(), num_accelerators()) == ("cuda", 2)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_a_process_without_an_accelerator_has_no_device():
     assert current_device() is None
 
 
@@ -119,30 +108,33 @@ def test_what_a_device_lacks_is_noted_once_and_left_out(two_gpus, monkeypatch, c
     assert [record.getMessage() for record in caplog.records] == [f"devices of kind 'mps' have no {what}"]
 
 
-def test_the_host_waits_for_devices_that_queue_alone(monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+def test_a_device_has_the_name_the_types_and_the_blocks_that_its_module_says_and_else_what_most_have(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device.index}")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: ["block"])
 
-    synchronize(CPU)
-    synchronize(GPU)
+    assert (name_of(GPU), has_bfloat16(GPU), memory_snapshot(GPU)) == ("NVIDIA 0", False, ["block"])
+    assert (has_bfloat16(CPU), memory_snapshot(CPU)) == (True, None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    assert (name_of(GPU), has_bfloat16(GPU), memory_snapshot(GPU)) == ("cuda", True, None)
 
-    assert waited == [GPU]
 
-
-def test_the_allocator_says_what_it_has_given_out_now_and_at_most(monkeypatch):
+def test_the_allocator_says_what_it_has_given_out_and_the_host_waits_for_devices_that_queue_alone(monkeypatch):
     for number, name in enumerate(["memory_allocated", "memory_reserved"]):
         monkeypatch.setattr(torch.accelerator, name, lambda device, number=number: 10 + number)
         monkeypatch.setattr(torch.accelerator, f"max_{name}", lambda device, number=number: 20 + number)
-    resets = []
+    resets, waited = [], []
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
 
-    reset_peak(GPU)
-    reset_peak(CPU)
+    for device in (GPU, CPU):
+        reset_peak(device)
+        synchronize(device)
 
     assert allocator_bytes(GPU) == AllocatorBytes(10, 11)
     assert allocator_bytes(GPU, peak=True) == AllocatorBytes(20, 21)
     assert allocator_bytes(CPU) is None
-    assert resets == [GPU]
+    assert resets == waited == [GPU]
 
 
 def test_layers_draw_from_the_generator_of_their_device(two_gpus, monkeypatch):
@@ -152,35 +144,3 @@ def test_layers_draw_from_the_generator_of_their_device(two_gpus, monkeypatch):
 
     assert default_generator(GPU) is generators[0]
     assert default_generator(torch.device("cuda")) is generators[1]
-
-
-def test_a_device_without_a_name_is_called_by_its_kind(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device.index}")
-
-    assert name_of(GPU) == "NVIDIA 0"
-    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
-    assert name_of(GPU) == "cuda"
-
-
-def test_a_device_computes_in_bfloat16_unless_it_says_no(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-
-    assert not has_bfloat16(GPU)
-    assert has_bfloat16(CPU)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
-    assert has_bfloat16(GPU)
-
-
-def test_blocks_of_an_allocator_are_there_where_it_keeps_them(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: ["block"])
-
-    assert memory_snapshot(GPU) == ["block"]
-    assert memory_snapshot(CPU) is None
-    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
-    assert memory_snapshot(GPU) is None
-
-
-def test_gloo_queues_no_messages_on_a_device():
-    assert [queued_backend(kind) for kind in ("cuda", "xpu", "mps", "cpu", "privateuseone")] == [
-        "nccl", "xccl", None, None, None,
-    ]  # fmt: skip

@@ -127,27 +127,14 @@ def test_what_is_wrong_is_refused_by_its_name_with_the_fix(call, given, message)
     refused(message, key, call, given)
 
 
-@pytest.mark.parametrize("seconds", [-1, 0, float("nan"), float("inf"), "60", None, True])
-def test_a_time_is_a_number_of_seconds(seconds):
-    assert is_time(0.5)
-    assert not is_time(seconds)
+def test_times_whole_numbers_and_functions_are_told_from_other_values():
+    times, numbers = [-1, 0, float("nan"), float("inf"), "60", None, True], [0, 1.0, "1", True, None]
 
-
-@pytest.mark.parametrize("value", [0, 1.0, "1", True, None])
-def test_a_whole_number_has_a_smallest(value):
-    assert is_whole_number(1, 1)
-    assert not is_whole_number(value, 1)
-
-
-def test_an_option_says_what_was_expected():
+    assert [is_time(value) for value in (0.5, *times)] == [True] + [False] * len(times)
+    assert [is_whole_number(value, 1) for value in (1, *numbers)] == [True] + [False] * len(numbers)
+    assert [describe_function(value) for value in (compute, nn.MSELoss(), None)] == ["a function"] * 2 + ["none"]
     require("run_ahead", 1, True, "a number")
-
     refused("run_ahead: 0 of type int; expected a number", "run_ahead", require, "run_ahead", 0, False, "a number")
-
-
-def test_a_function_is_described_alike_whichever_it_is():
-    assert describe_function(compute) == describe_function(nn.MSELoss()) == "a function"
-    assert describe_function(None) == "none"
 
 
 def test_only_a_process_group_is_taken_for_one():

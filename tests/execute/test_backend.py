@@ -60,9 +60,7 @@ def test_torch_finds_the_backend_of_an_installed_penstock_by_its_name(tmp_path):
     folder = tmp_path / "installed-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\nVersion: 1.0\n")
-    lines = [
-        f"[{group}]\n" + "\n".join(f"{name} = {path}" for name, path in own.items()) for group, own in entries.items()
-    ]
+    lines = [line for group, own in entries.items() for line in (f"[{group}]", *map(" = ".join, own.items()))]
     (folder / "entry_points.txt").write_text("\n".join(lines))
     places = ":".join([str(tmp_path), str(ROOT / "src"), str(ROOT)])
 

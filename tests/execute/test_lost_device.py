@@ -60,24 +60,15 @@ def lives_after(raises):
     return found() is not None
 
 
-@pytest.mark.parametrize("how", ["record", "query"])
-def test_what_is_on_a_device_that_fails_is_kept(failing, how):
-    failing(how)
-
-    assert has_failed(CPU)
-    assert lives_after(raises=True)
-
-
-def test_nothing_is_kept_where_the_device_works_or_nothing_fails(failing):
+def test_what_is_on_a_device_is_kept_where_it_fails_and_a_step_too(failing):
     assert not has_failed(CPU)
     assert not lives_after(raises=True)
 
-    failing(None)
-    assert not has_failed(CPU)
-    assert not lives_after(raises=True)
-
-    failing("record")
-    assert not lives_after(raises=False)
+    for how in (None, "record", "query"):
+        failing(how)
+        assert has_failed(CPU) is (how is not None)
+        assert lives_after(raises=True) is (how is not None)
+        assert not lives_after(raises=False)
 
 
 def test_another_thread_fills_its_tuple_while_tensors_are_kept(failing):

@@ -10,12 +10,8 @@ from penstock.execute.outputs import merged_outputs
 from penstock.execute.step import Step
 
 
-def step_of(num_microbatches, num_slices):
-    return Step([], StepLosses(num_microbatches, num_slices))
-
-
 def outputs_of(*slices):
-    step = step_of(2, len(slices))
+    step = Step([], StepLosses(2, len(slices)))
     step.outputs.update({(b, q): output for b in range(2) for q, output in enumerate(slices)})
     return step
 
@@ -25,6 +21,8 @@ def test_outputs_are_joined_along_the_sequence_and_then_along_the_samples():
 
     assert merged.shape == (6, 3, 5)
     assert merged[:, :, 0].tolist() == [[0.0, 0.0, 1.0]] * 6
+    numbers = outputs_of(torch.tensor([1.0]), torch.tensor([2.0]))
+    assert merged_outputs(numbers, Stack(), Sum(), 1).tolist() == [[3.0], [3.0]]  # by the rules of the caller
 
 
 def test_outputs_without_a_sequence_get_a_dimension_of_slices():
@@ -38,12 +36,6 @@ def test_outputs_without_a_sequence_get_a_dimension_of_slices():
     assert merged["rows"].tolist() == [[0.0, 1.0]] * 6
     assert merged["one"].tolist() == [0.0, 1.0, 0.0, 1.0]
     assert merged["n"] == [[1, 1], [2, 2]]  # a list over slices of lists over microbatches
-
-
-def test_outputs_are_joined_by_the_rules_of_the_caller():
-    step = outputs_of(torch.tensor([1.0]), torch.tensor([2.0]))
-
-    assert merged_outputs(step, Stack(), Sum(), 1).tolist() == [[3.0], [3.0]]
 
 
 def test_outputs_of_slices_that_differ_in_form_are_an_error():

@@ -20,6 +20,7 @@ from tests.support.local_pipelines import (
     float_task,
     on_ranks,
     run_task,
+    same_outcomes,
     step_task,
 )
 
@@ -68,32 +69,23 @@ def outcomes_of(schedule, make_overlap, *, steps=2, record=False):
     return [outcome for outcome, _ in results], [overlap for _, overlap in results], task
 
 
-def by_itself(schedule):
-    outcomes, _, _ = outcomes_of(schedule, lambda: None)
-    return [(outcome.result, outcome.gradients) for outcome in outcomes]
-
-
 @pytest.mark.feature("X19")
 @pytest.mark.slow
 @pytest.mark.parametrize("make_overlap", [lambda: backward_first, InTwoThreads], ids=["backward first", "two threads"])
 @pytest.mark.parametrize("schedule", FAMILIES.values(), ids=FAMILIES)
 def test_a_hook_changes_no_bit(schedule, make_overlap):
-    expected = by_itself(schedule)
+    expected, _, _ = outcomes_of(schedule, lambda: None)
 
     outcomes, _, task = outcomes_of(schedule, make_overlap)
 
-    for outcome, reference in zip(outcomes, expected, strict=True):
-        assert difference([outcome], reference) == []
+    assert same_outcomes(outcomes, expected)
     assert difference(outcomes, task.reference(schedule.num_microbatches), tolerance=1e-5, loss_tolerance=1e-5) == []
 
 
-def test_the_hook_is_called_once_per_pair():
+def test_the_hook_is_called_once_per_pair_which_starts_in_a_recording_when_the_inputs_of_both_are_there():
     _, overlaps, _ = outcomes_of(PAIRS, InTwoThreads, steps=1)
-
     assert [overlap.num_pairs for overlap in overlaps] == [1, 2]
 
-
-def test_a_recorded_pair_starts_when_the_inputs_of_both_are_there():
     outcomes, _, _ = outcomes_of(PAIRS, lambda: backward_first, record=True)
     timeline = outcomes[0].timeline
 
@@ -160,15 +152,12 @@ def test_an_error_within_a_pair_names_its_own_computation(make_overlap):
     assert "rank 1, 1B0: ValueError: no gradient today" in str(error)
 
 
-@pytest.mark.slow
-def test_the_example_computes_the_same_bits_with_its_hook(capsys):
+@pytest.mark.parametrize(
+    "hook", [pytest.param("", marks=pytest.mark.slow), pytest.param("OnTwoStreams on cuda", marks=pytest.mark.gpu)]
+)
+def test_the_example_computes_the_same_bits_with_its_hook_which_uses_two_streams_on_a_gpu(capsys, hook):
     runpy.run_path(str(ROOT / "examples" / "overlapped_pairs.py"), run_name="__main__")
 
-    assert capsys.readouterr().out.endswith("gradients equal bit for bit\n")
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_example_uses_two_streams(capsys):
-    runpy.run_path(str(ROOT / "examples" / "overlapped_pairs.py"), run_name="__main__")
-
-    assert capsys.readouterr().out == "OnTwoStreams on cuda: gradients equal bit for bit\n"
+    printed = capsys.readouterr().out
+    assert printed.startswith(hook)
+    assert printed.endswith(": gradients equal bit for bit\n")

@@ -12,7 +12,9 @@ from penstock.execute.own_parameters import OwnParameters
 from penstock.execute.stages.assemble import assemble
 from penstock.placement import Placement
 from tests.support.local_pipelines import (
+    NEARLY,
     WIDTH,
+    assert_errors,
     difference,
     error_of,
     float_layers,
@@ -48,32 +50,26 @@ def reload_all(pipeline):
             reload(layer)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
-def test_replaced_parameters_are_trained_like_those_before_them(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "main_gradients"), [("1f1b", False), ("1f1b", True), ("zb-h1", False), ("zbv", False)]
+)
+def test_replaced_parameters_are_evaluated_and_trained_like_those_before_them(schedule, main_gradients):
     task = float_task(8, FLOAT64)
+    result, gradients = task.reference(4)
 
     def case(pipeline):
         step_task(pipeline, task)
         reload_all(pipeline)
-        return step_task(pipeline, task)
+        loss = pipeline.evaluate(*task.inputs, target=task.target).loss
+        outcome = step_task(pipeline, task)
+        if main_gradients:
+            assert outcome.gradients == dict.fromkeys(outcome.gradients)
+            outcome.gradients = {name: parameter.main_grad for name, parameter in pipeline.named_parameters()}
+        return loss, outcome
 
-    assert not difference(on_pipelines(2, task, case, schedule), task.reference(4), tolerance=1e-12)
-
-
-def test_replaced_parameters_get_main_gradients():
-    task = float_task(8)
-
-    def case(pipeline):
-        step_task(pipeline, task)
-        reload_all(pipeline)
-        step_task(pipeline, task)
-        return {name: (parameter.grad, parameter.main_grad) for name, parameter in pipeline.named_parameters()}
-
-    expected = task.reference(4)[1]
-    for found in on_pipelines(2, task, case, main_gradients=True):
-        for name, (gradient, main) in found.items():
-            assert gradient is None
-            assert torch.equal(main, expected[name])
+    found = on_pipelines(2, task, case, schedule, main_gradients=main_gradients)
+    assert all(torch.equal(loss, result.loss) for loss, _ in found)
+    assert not difference([outcome for _, outcome in found], (result, gradients), tolerance=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +98,34 @@ def swap(layer):
 def wrap(layer):
     """Put a module around the one that holds the tied parameter, which gives it another name."""
     layer[0] = nn.Sequential(layer[0])
+
+
+def add_layer(pipeline):
+    for stage in pipeline.stages:
+        for layer in stage.layers.values():
+            layer.append(settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7))
+
+
+def test_a_parameter_that_is_added_to_a_layer_is_trained_or_refused_where_another_rank_has_a_copy_of_the_layer():
+    task = float_task(8, FLOAT64)
+
+    def more_layers():
+        return [layer.append(settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7)) for layer in task.make_layers()]
+
+    def case(pipeline):
+        add_layer(pipeline)
+        return step_task(pipeline, task)
+
+    def case_with_copies(pipeline):
+        step_task(pipeline, task)
+        add_layer(pipeline)
+        return error_of(step_task, pipeline, task)
+
+    expected = replace(task, make_layers=more_layers).reference(4)
+    assert not difference(on_pipelines(2, task, case, "zb-h1"), expected, **NEARLY)
+    errors = on_pipelines(2, task, case_with_copies, "dualpipe")
+    added = ".3.weight' was added after the pipeline was made, to a layer of which another rank holds"
+    assert_errors(errors, StepRefused, added)
 
 
 def tied_in_modules():
@@ -152,54 +176,8 @@ def test_a_module_may_be_put_around_the_owner_of_a_tied_parameter(num_ranks):
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-12)
 
 
-def test_a_parameter_that_is_added_to_a_layer_with_a_copy_on_another_rank_is_refused():
-    task = float_task(8, FLOAT64)
-
-    def case(pipeline):
-        step_task(pipeline, task)
-        for stage in pipeline.stages:
-            for layer in stage.layers.values():
-                layer.append(settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7))
-        return error_of(step_task, pipeline, task)
-
-    for error in on_pipelines(2, task, case, "dualpipe"):
-        assert isinstance(error, StepRefused)
-        assert ".3.weight' was added after the pipeline was made, to a layer of which another rank holds" in str(error)
-
-
-def test_parameters_that_are_added_to_a_layer_without_copies_are_trained():
-    task = float_task(8, FLOAT64)
-
-    def more_layers():
-        layers = task.make_layers()
-        for layer in layers:
-            layer.append(settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7))
-        return layers
-
-    def case(pipeline):
-        for stage in pipeline.stages:
-            for layer in stage.layers.values():
-                layer.append(settle(nn.Linear(WIDTH, WIDTH, dtype=FLOAT64), 7))
-        return step_task(pipeline, task)
-
-    expected = replace(task, make_layers=more_layers).reference(4)
-    assert not difference(on_pipelines(2, task, case, "zb-h1"), expected, tolerance=1e-12, loss_tolerance=1e-12)
-
-
-def test_evaluation_takes_replaced_parameters_as_they_are():
-    task = tied_task()
-
-    def case(pipeline):
-        reload_all(pipeline)
-        return pipeline.evaluate(*task.inputs, target=task.target).loss
-
-    expected = task.reference(4)[0].loss
-    assert [torch.equal(loss, expected) for loss in on_pipelines(2, task, case)] == [True, True]
-
-
 def own_parameters(layers):
-    placement = Placement.line(1)
-    return OwnParameters(assemble(layers, placement, [range(len(layers))], 0, device=torch.device("cpu")))
+    return OwnParameters(assemble(layers, Placement.line(1), [range(len(layers))], 0, device=torch.device("cpu")))
 
 
 def test_what_is_one_object_on_a_rank_may_be_replaced_by_one_object():
@@ -214,9 +192,7 @@ def test_what_is_one_object_on_a_rank_may_be_replaced_by_one_object():
     assert not own.refresh()
     assert own.named_parameters[0][1] is first.weight
     first.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    error = error_of(own.refresh)
-    assert isinstance(error, ConfigError)
-    assert "'0.weight' is tied" in str(error)
+    assert_errors([error_of(own.refresh)], ConfigError, "'0.weight' is tied")
 
 
 def test_a_parameter_that_becomes_parametrized_is_noticed():

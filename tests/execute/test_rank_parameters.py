@@ -15,15 +15,6 @@ from penstock.placement import Placement
 CPU = torch.device("cpu")
 
 
-def gradients_of(layers, placement=None, **options):
-    placement = placement or Placement.line(1)
-    [transport] = LocalTransport.create(1, 20.0)
-    num_stages = len(placement.routes[0])
-    split = [range(stage, stage + 1) for stage in range(num_stages)] * len(placement.routes)
-    assembly = assemble(layers, placement, split, 0, device=CPU)
-    return RankParameters(Control(transport), CPU, assembly, PipelineOptions(**options))
-
-
 def test_modules_are_walked_only_after_they_have_changed(monkeypatch):
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)]
     pipeline = Pipeline(layers, "gpipe", 2, nn.functional.mse_loss)
@@ -54,5 +45,9 @@ def test_modules_are_walked_only_after_they_have_changed(monkeypatch):
 @pytest.mark.parametrize(("init_scale", "expected"), [(None, 0.0), (8.0, 8.0)])
 def test_the_scale_of_a_step_is_that_of_the_scaler_and_0_without_one(init_scale, expected):
     scale = None if init_scale is None else torch.amp.GradScaler("cpu", init_scale=init_scale).scale
+    [transport] = LocalTransport.create(1, 20.0)
+    assembly = assemble([nn.Linear(2, 2)], Placement.line(1), [range(1)], 0, device=CPU)
 
-    assert gradients_of([nn.Linear(2, 2)], scale_loss=scale).proposed(is_training=True)["scale"] == expected
+    parameters = RankParameters(Control(transport), CPU, assembly, PipelineOptions(scale_loss=scale))
+
+    assert parameters.proposed(is_training=True)["scale"] == expected

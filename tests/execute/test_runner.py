@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import PeerLost
 from penstock.pipeline import Pipeline
-from tests.support.local_pipelines import error_of, float_task, on_ranks, square_loss, token_task
+from tests.support.local_pipelines import error_of, float_task, on_pipelines, on_ranks, square_loss, token_task
 
 
 @pytest.mark.parametrize("interrupted", [(3, 2), (None, 2), (4, None)])
@@ -46,17 +46,16 @@ def test_a_layer_of_one_rank_that_cannot_change_its_mode_ends_the_evaluation_of_
     """At once, and not at the deadline of the other rank; the next evaluation is right."""
     task = float_task(8)
 
-    def case(wires):
-        pipeline = Pipeline(task.make_layers(), "1f1b", 4, square_loss, transport=wires)
+    def case(pipeline):
         layer = next(iter(pipeline.stages[0].layers.values()))
-        if wires.rank == rank:
+        if pipeline.rank == rank:
             layer.train = stuck_in(layer, mode)
         raised = error_of(pipeline.evaluate, *task.inputs, target=task.target)
         layer.__dict__.pop("train", None)
         layer.train()
         return str(raised), pipeline.evaluate(*task.inputs, target=task.target).loss
 
-    for text, loss in on_ranks(2, case):
+    for text, loss in on_pipelines(2, task, case):
         assert f"train({mode}) of layer" in text.splitlines()[0]
         assert "ValueError: this layer is stuck" in text
         assert torch.allclose(loss, task.reference(4)[0].loss)
@@ -77,14 +76,11 @@ def stuck_in(layer, mode):
 def test_a_tied_weight_that_only_some_of_its_ranks_freeze_is_told_on_all_at_the_next_step(frozen_on):
     task = token_task(8)
 
-    def case(wires):
-        layers = task.make_layers()
-        layers[-1].weight = layers[0].weight
-        pipeline = Pipeline(layers, "1f1b", 4, task.loss, transport=wires, **task.options)
+    def case(pipeline):
         step = partial(pipeline.step, *task.inputs, target=task.target)
         loss = step().loss
-        weight = dict(pipeline.named_parameters())["4.weight" if wires.rank else "0.weight"]
-        weight.requires_grad_(wires.rank != frozen_on)
+        weight = dict(pipeline.named_parameters())["4.weight" if pipeline.rank else "0.weight"]
+        weight.requires_grad_(pipeline.rank != frozen_on)
         errors = [error_of(step), error_of(step)]
         weight.requires_grad_(False)
         return errors, torch.equal(step().loss, loss)
@@ -92,6 +88,6 @@ def test_a_tied_weight_that_only_some_of_its_ranks_freeze_is_told_on_all_at_the_
     states = ["trained", "trained"]
     states[frozen_on] = "frozen"
     expected = f"{states[0]} on rank 0 (0.weight), but (11, 6) float32, {states[1]} on rank 1 (4.weight)"
-    for errors, is_right in on_ranks(2, case):
+    for errors, is_right in on_pipelines(2, task, case, tied=[("0.weight", "4.weight")]):
         assert all(expected in str(error) for error in errors)
         assert is_right

@@ -1,8 +1,6 @@
 """A session holds all that a rank has of a pipeline, and does not change from step to step."""
 
-from dataclasses import FrozenInstanceError, fields
-
-import pytest
+from dataclasses import fields
 
 from penstock.execute.control.agreement import Mode
 from penstock.execute.session import Session
@@ -14,11 +12,8 @@ def test_a_step_replaces_nothing_of_a_session():
     task = float_task(4)
     with Pipeline(task.make_layers(), "gpipe", 2, task.loss) as pipeline:
         session = pipeline._runner.session
-        before = [getattr(session, each.name) for each in fields(Session)]
+        before = {each.name: getattr(session, each.name) for each in fields(Session)}
         step_task(pipeline, task)
-        after = [getattr(session, each.name) for each in fields(Session)]
 
-        assert all(one is other for one, other in zip(before, after, strict=True))
+        assert all(getattr(session, name) is value for name, value in before.items())
         assert session.program_of(Mode.TRAIN, 2, 2) is pipeline.program
-        with pytest.raises(FrozenInstanceError):
-            session.losses = None
