@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from penstock.execute import undocumented
 
@@ -535,3 +535,13 @@ def test_errors_are_known_by_their_texts(act, is_known):
     assert is_known(caught.value)
     assert not is_known(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert undocumented.is_out_of_memory(MemoryError())
+
+
+def test_checkpointing_brings_back_what_it_keeps_once():
+    """`saved_before_run` is for that."""
+    output = checkpoint(torch.exp, leaf(2, 3), use_reentrant=False)
+    node, results = output.grad_fn, []
+    node.register_prehook(lambda _: results.append(undocumented.saved(node, "result")))
+
+    with pytest.raises(CheckpointError, match="already"):
+        output.sum().backward()

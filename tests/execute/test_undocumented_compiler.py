@@ -299,3 +299,18 @@ def test_what_this_torch_does_not_have_is_named():
     assert isinstance(error, ConfigError)
     assert "has no torch._inductor.nothing_of_this_name" in str(error)
     assert torch.__version__ in str(error)
+
+
+@pytest.mark.slow
+def test_inductor_quotes_no_path_of_torchs_libraries_or_of_its_cache(monkeypatch):
+    """Where this fails, torch has learnt to, and `obstacle_to_inductor` need look at paths no more."""
+    skip_without_inductor()
+    monkeypatch.setattr("torch.utils.cpp_extension.TORCH_LIB_PATH", "/with space")
+    cpp_builder = pytest.importorskip("torch._inductor.cpp_builder")
+
+    options = cpp_builder.CppTorchOptions()
+    command = cpp_builder.CppBuilder("name", "/a cache/source.cpp", options, output_dir="/a cache").get_command_line()
+
+    assert "-L/with space " in command + " "
+    assert " /a cache/source.cpp " in command
+    assert " /a cache/name.so " in command
