@@ -179,6 +179,8 @@ def caught_by(copy: Path, path: Path, tier: Sequence[str] = ()) -> str:
         except subprocess.TimeoutExpired:
             return f"no end in {LIMIT_S:g} s: {' '.join(selection)}"
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        if "file or directory not found" in done.stderr:
+            raise SystemExit(done.stderr)
         if done.returncode not in (0, 5):  # 5: no tests
             return failed[1] if failed else f"exit status {done.returncode}: {' '.join(selection)}"
     return ""
@@ -189,7 +191,7 @@ def run(mutants: Sequence[Mutant], output: Path) -> None:
     found: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "build", "runs", ".*_cache"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "build", ".*_cache"))
         for number, mutant in enumerate(mutants, 1):
             begin_s = time.monotonic()
             place = find(mutant)
