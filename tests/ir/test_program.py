@@ -9,7 +9,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import program as program_module
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import NewRows, Program
-from penstock.lowering import lower
+from penstock.lowering import coalesce_messages, lower
 from penstock.placement import Placement
 from penstock.schedules import build
 
@@ -107,3 +107,32 @@ def test_the_first_microbatches_keep_all_gathers():
 
     assert first.to_csv().strip() == "0UNSHARD,0F0,0RESHARD,0UNSHARD,0RESHARD"
     assert first.num_microbatches == 1
+
+
+def test_groups_are_of_messages_alone():
+    program = lower(build("gpipe", ranks=1, microbatches=1))
+
+    with pytest.raises(ScheduleError, match=r"position 1: group 1 is out of range; expected a number 0, since only"):
+        program.with_groups(np.array([0, 1, 0]))
+    with pytest.raises(ScheduleError, match=r"group -1 is out of range; expected a number 0 or more"):
+        program.with_groups(np.array([0, -1, 0]))
+
+
+def test_a_group_lies_between_two_other_rows_of_one_rank():
+    program = coalesce_messages(lower(build("1f1b", ranks=2, microbatches=4), "coalesced"))
+    apart = np.where(program.group == 2, 1, program.group)  # a computation lies between the two
+
+    with pytest.raises(ScheduleError, match=r"group 1 is out of range; expected a number of a group whose rows follow"):
+        program.with_groups(apart)
+
+
+def test_groups_make_another_program_and_no_groups_the_same():
+    program = lower(build("1f1b", ranks=2, microbatches=4), "coalesced")
+
+    grouped = coalesce_messages(program)
+
+    assert grouped != program
+    assert program != grouped
+    assert grouped.digest() != program.digest()
+    assert grouped.with_groups(np.zeros(program.num_rows, np.int64)) == program
+    assert grouped.select(np.arange(program.num_rows)) == grouped

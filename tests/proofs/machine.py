@@ -272,6 +272,12 @@ def _units(program, rank, order):
     return units
 
 
+def _marks(program, rank):
+    """The marks of a rank's units, of which a pair of computations is one."""
+    rows = range(*program.offsets[rank : rank + 2].tolist())
+    return [int(program.group[row]) for row in rows if row == rows[0] or not program.joined[row - 1]]
+
+
 def label_of(row):
     """What a send or receive moves: an output or a gradient, the stage that makes it, microbatch and slice."""
     name = "output" if row.op in (Op.SEND_FORWARD, Op.RECEIVE_FORWARD) else "gradient"
@@ -366,6 +372,9 @@ class Groups(Machine):
     def __init__(self, program, orders):
         super().__init__(program, orders)
         self.open = [Group() for _ in self.ranks]
+        self.marks = [_marks(program, number) if program.group.any() else None for number in range(len(self.ranks))]
+        """Per rank, the groups that the program marks, by unit; None where all up to a row that may block is one."""
+        self.open_mark = [0] * len(self.ranks)
         self.waiting = [[] for _ in self.ranks]
         self.counts = Counter()
         self.started = {}
@@ -383,6 +392,12 @@ class Groups(Machine):
         self._add(number, "receive", (peer, number), label)
 
     def _add(self, number, direction, channel, label):
+        marks = self.marks[number]
+        if marks is not None and label[0] != "tied":
+            mark = marks[self.ranks[number].at]
+            if mark == 0 or mark != self.open_mark[number]:
+                self.arrive(number)
+            self.open_mark[number] = mark
         self.open[number].ends.append((direction, channel, self.counts[direction, channel], label))
         self.counts[direction, channel] += 1
 

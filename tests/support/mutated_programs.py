@@ -13,7 +13,7 @@ import numpy as np
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.operations import NAMES_MICROBATCH, Op
 from penstock.ir.program import Program
-from penstock.lowering import add_offloads, assign_slots, lower
+from penstock.lowering import add_offloads, assign_slots, coalesce_messages, lower
 from penstock.proofs import check
 from penstock.schedules import FAMILIES, build
 from tests.lowering.programs import groups
@@ -86,7 +86,10 @@ def mutated(program, chance, mutations=None):
         for change in chosen:
             change(orders, chance)
         try:
-            return Case(assign_slots(with_units(program, orders)), tuple(change.__name__ for change in chosen))
+            changed = assign_slots(with_units(program, orders))
+            if chance.random() < 0.3:
+                changed = coalesce_messages(changed, chance.choice(["rank", "peer"]))
+            return Case(changed, tuple(change.__name__ for change in chosen))
         except ScheduleError:
             continue
 
@@ -97,7 +100,7 @@ def with_units(program, orders):
     columns = {
         name: np.array([getattr(row, name) for row in rows], getattr(program, name).dtype) for name in COLUMN_NAMES
     }
-    assert set(columns) | {"joined"} == set(Program.COLUMNS)
+    assert set(columns) | {"joined", "group"} == set(Program.COLUMNS)
     offsets = np.cumsum([0, *(sum(map(len, order)) for order in orders)])
     return replace(program, **columns, joined=np.array(joined, np.bool_), offsets=offsets)
 

@@ -1,7 +1,7 @@
 """`Program`: for every rank its instructions in order, as one immutable table; what is simulated and executed."""
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -13,20 +13,22 @@ from penstock.ir.formats.json_text import program_from_json, program_to_json
 from penstock.ir.formats.torch_csv import program_from_csv, table_to_csv
 from penstock.ir.hot import Array, Int64s
 from penstock.ir.instruction import Instruction
-from penstock.ir.operations import IS_IN_TORCH, NAMES_MICROBATCH, NUM_OPS, Op
+from penstock.ir.operations import IS_IN_TORCH, IS_MESSAGE, NAMES_MICROBATCH, NUM_OPS, Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Ints, Table, short_type
 from penstock.placement import Placement, modules_of_ranks
 
 _MANY = 10_000
 """Rows to insert."""
+_NO_GROUPS = np.broadcast_to(np.int32(0), 1)
+"""A column of zeros for any number of rows: its one entry stands for all, so it takes no memory."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Table):
     """A table of instructions; the columns mean what `Instruction` says."""
 
-    COLUMNS = (*Table.COLUMNS, "peer", "slot")
+    COLUMNS = (*Table.COLUMNS, "peer", "slot", "group")
     WHAT = "instruction"
 
     _: KW_ONLY
@@ -37,12 +39,17 @@ class Program(Table):
     units: tuple[tuple[int, ...], ...] = ()
     """Groups of stages of one rank that share a parameter, so that they are gathered, dropped and reduced as one. Any
     other stage is a unit by itself, together with its copies on the same rank, which are one module."""
+    group: Ints = field(default_factory=lambda: _NO_GROUPS)
+    """Messages of a rank that follow each other and share a number above 0 are launched together; 0: launched alone."""
     omits_reductions: bool = False
     """True for a training program that leaves all reductions to whoever runs it: so other systems write some of theirs,
     and so a program is before `lowering.place_reductions`. Of all others, `penstock.check` demands every reduction."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.group, np.ndarray) and not self.group.any():
+            object.__setattr__(self, "group", np.broadcast_to(_NO_GROUPS, np.shape(self.op)))
         super().__post_init__()
+        self._require_groups()
         for group in self.tied_groups:
             _require_tied_group(group, self.placement)
         for unit in self.units:
@@ -81,6 +88,11 @@ class Program(Table):
     @property
     def num_instructions(self) -> int:
         return self.num_rows
+
+    @cached_property
+    def has_groups(self) -> bool:
+        """Whether some messages are launched together."""
+        return bool(self.group.any())
 
     @cached_property
     def unit_of_stage(self) -> Int64s:
@@ -128,6 +140,10 @@ class Program(Table):
         program._require_range("slot", None)
         return program
 
+    def with_groups(self, group: Ints) -> "Program":
+        """Return the same instructions with other groups of messages."""
+        return replace(self, group=group)
+
     def inserted(self, new: "NewRows", **changes: Any) -> "Program":
         """Return the program with rows put in and other `changes`; among rows at one place, the order given counts."""
         in_order = np.argsort(new.key, kind="stable")
@@ -136,7 +152,7 @@ class Program(Table):
         columns: dict[str, Any] = {}
         for name in self.COLUMNS:
             old = getattr(self, name)
-            added = np.zeros(len(places)) if name in ("slot", "joined") else getattr(new, name)[in_order]
+            added = np.zeros(len(places)) if name in ("slot", "joined", "group") else getattr(new, name)[in_order]
             columns[name] = _interleaved(old, added.astype(old.dtype), places)
         counts = np.diff(self.offsets) + np.bincount(new.rank, minlength=self.num_ranks)
         return replace(self, **columns, offsets=np.concatenate([[0], np.cumsum(counts)]), **changes)
@@ -169,8 +185,36 @@ class Program(Table):
 
     @property
     def _metadata(self) -> tuple[Any, ...]:
-        units = (self.units,) if self.units else ()  # so that digests of programs without any stay as they were
-        return *super()._metadata, self.tied_groups, self.omits_reductions, *units
+        # Programs without units and groups have no such entries, so that their digests stay as they were.
+        units = (self.units,) if self.units else ()
+        groups = ("groups",) if self.has_groups else ()
+        return *super()._metadata, self.tied_groups, self.omits_reductions, *units, *groups
+
+    @property
+    def _all_columns(self) -> tuple[str, ...]:
+        columns = super()._all_columns
+        return columns if self.has_groups else tuple(name for name in columns if name != "group")
+
+    def _require_groups(self) -> None:
+        """Make sure that the rows of a group are messages of one rank which follow each other.
+
+        Raises:
+            ScheduleError: with the first row that breaks its group.
+        """
+        self._require_range("group", None)
+        if not self.has_groups:
+            return
+        rows = np.flatnonzero(self.group)
+        others = rows[~IS_MESSAGE[self.op[rows]]]
+        if len(others):
+            raise self._wrong_number(int(others[0]), "group", "0, since only messages are launched in groups")
+        keys = self.rank_of_row[rows].astype(np.int64) << 32 | self.group[rows]
+        begins = np.flatnonzero((np.diff(keys, prepend=-1) != 0) | (np.diff(rows, prepend=-2) != 1))
+        first_begins = begins[np.unique(keys[begins], return_index=True)[1]]
+        again = np.setdiff1d(begins, first_begins)
+        if len(again):
+            expected = "of a group whose rows follow each other on one rank, with nothing between them"
+            raise self._wrong_number(int(rows[again[0]]), "group", expected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,7 +68,7 @@ class Table(ABC):
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", cut(str(self.name), MAX_NAME_CHARACTERS))
         # Views, since a column that is locked would lock the array of whoever made the table.
-        for name in self._all_columns:
+        for name in (*self.COLUMNS, "offsets", "route_of_microbatch"):
             column = getattr(self, name)
             if not isinstance(column, np.ndarray):
                 raise ScheduleError(f"{self.name}: {name} is {described(column)}; expected a numpy array")

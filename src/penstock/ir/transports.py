@@ -43,9 +43,10 @@ PAIR_FIFO = TransportModel(
 )
 COALESCED = TransportModel(
     "coalesced",
-    "The messages of a rank between two computations (an overlapped pair is one) form one group. A rank's groups run "
-    "in order; a group starts when its rank has posted it and ends as a whole.",
-    "batch_isend_irecv of torch.distributed on one NCCL communicator",
+    "The messages of a rank between two computations (an overlapped pair is one) form one group, or those that the "
+    "program marks as one. A rank's groups run in order; a group starts when its rank has posted it and ends as a "
+    "whole.",
+    "batch_isend_irecv of torch.distributed on one NCCL communicator; Penstock with messages='coalesced'",
 )
 
 

@@ -18,9 +18,11 @@ from penstock.lowering.add_messages import add_messages
 from penstock.lowering.add_offloads import add_offloads
 from penstock.lowering.add_optimizer_step import add_optimizer_step
 from penstock.lowering.assign_slots import assign_slots
+from penstock.lowering.coalesce_messages import coalesce_messages
 from penstock.lowering.place_gathers import place_gathers
 from penstock.lowering.place_reductions import place_reductions
 from penstock.lowering.post_receives_ahead import post_receives_ahead
+from penstock.lowering.post_receives_late import post_receives_late
 
 Pass = Callable[[Program], Program]
 StageGroups = Sequence[Sequence[int]]
@@ -127,8 +129,10 @@ __all__ = [
     "add_offloads",
     "add_optimizer_step",
     "assign_slots",
+    "coalesce_messages",
     "lower",
     "place_gathers",
     "place_reductions",
     "post_receives_ahead",
+    "post_receives_late",
 ]

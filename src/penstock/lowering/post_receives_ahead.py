@@ -33,7 +33,7 @@ def post_receives_ahead(program: Program) -> Program:
 def _orders(program: Program) -> Iterator[NDArray[np.intp]]:
     """Yield for each rank the order in which its rows are to run; a rank's columns stay in a processor's cache."""
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int32)
-    consumers = _Consumers(program)
+    consumers = Consumers(program)
     for begin, end in pairwise(program.offsets.tolist()):
         part = slice(begin, end)
         is_compute = IS_COMPUTE.take(program.op[part])
@@ -51,7 +51,7 @@ def _orders(program: Program) -> Iterator[NDArray[np.intp]]:
         yield np.argsort(2 * place + is_compute, kind="stable")
 
 
-class _Consumers:
+class Consumers:
     """Finds the computation that consumes a message, through one cell for each message."""
 
     def __init__(self, program: Program) -> None:

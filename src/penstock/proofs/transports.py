@@ -166,7 +166,8 @@ class Machine:
     def _add_groups(self) -> Int64s:
         """Model sends and receives that a rank posts as one group, as torch's `batch_isend_irecv` does.
 
-        A group is what a rank sends and receives between two rows that can block. A lane (nodes that end one after
+        A group is what a program marks as one, and each other message by itself; in a program without marks, it is what
+        a rank sends and receives between two rows that can block. A lane (nodes that end one after
         another) is added per rank: for each group a start node, then a node for each send or receive. Such a node waits
         for the start of the group at the other end. An exchange, in which both ranks of a collective send and receive
         at once, is a group of its own. Return [num_exchanges, 2] the send row of each exchange, and its last node.
@@ -186,6 +187,9 @@ class Machine:
         opens = np.ones(len(row), np.bool_)
         opens[1:] = (rank[1:] != rank[:-1]) | (node_before[1:] != node_before[:-1])
         opens[1:] |= is_exchange[1:] != is_exchange[:-1]
+        if self.subject.program.has_groups:
+            mark = self.subject.program.group[row]
+            opens[1:] |= (mark[1:] != mark[:-1]) | ((mark[1:] == 0) & ~is_exchange[1:])
         group = np.cumsum(opens) - 1
         group_of = np.empty(len(row), np.int64)  # by index, as `partner` is
         group_of[order] = group

@@ -11,7 +11,7 @@ from penstock.errors import FormatError
 from penstock.ir.formats.json_text import kind_of_json
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.lowering import lower
+from penstock.lowering import coalesce_messages, lower
 from penstock.schedules import build
 from tests.ir.formats.test_torch_csv import assert_same_columns
 from tests.support.strategies import ends, feasible_schedules
@@ -134,6 +134,15 @@ def test_a_program_with_units_reads_back_as_one_and_others_do_not_name_them():
     assert "units" not in lower(schedule).to_json()
     with pytest.raises(FormatError, match=r"units\[0\]\[1\]: 4 does not fit"):
         Program.from_json(program.to_json().replace("[[0,3]]", "[[0,4]]"))
+
+
+def test_a_program_with_groups_reads_back_as_one_and_others_do_not_name_them():
+    program = coalesce_messages(lower(build("1f1b", ranks=2, microbatches=3), "coalesced"))
+
+    assert Program.from_json(program.to_json()) == program
+    assert "groups" not in lower(build("1f1b", ranks=2, microbatches=3)).to_json().replace("tied_groups", "")
+    with pytest.raises(FormatError, match=r"groups\[0\]: \d+ numbers; expected"):
+        Program.from_json(with_value(program.to_json(), ["groups", 0], [0]))
 
 
 def test_a_program_that_omits_its_reductions_reads_back_as_one():

@@ -7,7 +7,8 @@
 
 A program is a "penstock-program" and has "tied_groups", "peers" and "slots" besides; the latter two are lists per rank
 with one number per instruction, two for an overlapped pair. One that omits its reductions has "omits_reductions": true,
-and one with stages of a rank that share a parameter has "units": [[0, 3]].
+one with stages of a rank that share a parameter has "units": [[0, 3]], and one whose messages are launched in groups
+has "groups", with a number per instruction, 0 for none.
 """
 
 import json
@@ -33,7 +34,9 @@ _SCHEDULE_KEYS = (
 _PROGRAM_KEYS = (*_SCHEDULE_KEYS, "tied_groups", "peers", "slots")
 _OMITS_KEY = "omits_reductions"
 _UNITS_KEY = "units"
-"""Two keys that only those programs have of which they say something."""
+_GROUPS_KEY = "groups"
+_OPTIONAL_KEYS = (_OMITS_KEY, _UNITS_KEY, _GROUPS_KEY)
+"""Keys that only those programs have of which they say something."""
 _PLACEMENT_KEYS = ("style", "rank_of_stage", "routes")
 
 _LIST, _TEXT = "list; expected a list", "text; expected a string"
@@ -56,6 +59,7 @@ def program_to_json(program: Any) -> str:
             "peers": [program.peer[rows].tolist() for rows in program.ranks],
             "slots": [program.slot[rows].tolist() for rows in program.ranks],
         }
+        | ({_GROUPS_KEY: [program.group[rows].tolist() for rows in program.ranks]} if program.has_groups else {})
         | ({_UNITS_KEY: program.units} if program.units else {})
         | ({_OMITS_KEY: True} if program.omits_reductions else {})
     )
@@ -85,7 +89,7 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
         FormatError: the text is no JSON, a key is missing or unknown, or a value does not fit.
     """
     reader = JsonReader(file)
-    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=(_OMITS_KEY, _UNITS_KEY))
+    document = reader.document(text, PROGRAM_FORMAT, _PROGRAM_KEYS, optional=_OPTIONAL_KEYS)
     if document.get(_OMITS_KEY, True) is not True:
         raise reader.fail(_OMITS_KEY, f"{_shown(document[_OMITS_KEY])} does not fit; expected true, or no such key")
     cells, fields = reader.table(document)
@@ -112,6 +116,7 @@ def program_from_json(text: str, file: str) -> dict[str, Any]:
         "units": tuple(map(tuple, units)),
         "peer": peer,
         "slot": reader.column(document["slots"], "slots", cells),
+        **({"group": reader.column(document[_GROUPS_KEY], _GROUPS_KEY, cells)} if _GROUPS_KEY in document else {}),
         "omits_reductions": _OMITS_KEY in document,
     }
 
@@ -152,7 +157,7 @@ def _lay_out(document: dict[str, Any]) -> str:
     """A line per key, and a line per rank where there is one entry per rank."""
     entries = []
     for key, value in document.items():
-        if key in ("ranks", "peers", "slots"):
+        if key in ("ranks", "peers", "slots", _GROUPS_KEY):
             rows = ",\n".join(f"    {_dump(row)}" for row in value)
             entries.append(f'  "{key}": [\n{rows}\n  ]')
         else:
@@ -188,7 +193,7 @@ class JsonReader:
             problem = f"this is no JSON: {error.msg}; expected one object"
             raise FormatError(problem, file=self._file, line=error.lineno, column=max(error.colno, 1)) from None
         document: dict[str, Any] = self.require(dict, value, "$", "object; expected one with the keys of a schedule")
-        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS, _OMITS_KEY, _UNITS_KEY)
+        keys = (*_PROGRAM_KEYS, *_PLACEMENT_KEYS, *_OPTIONAL_KEYS)
         if "\\" in text or any(text.count(f'"{key}"') > 1 for key in keys):
             json.loads(text.removeprefix("\ufeff"), object_pairs_hook=self._refuse_repeated)  # orjson keeps the last
         return document
