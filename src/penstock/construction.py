@@ -91,6 +91,7 @@ class Programs:
             tied_groups=self._tied_groups,
             optimizer_step=has_scaler or options.optimizer_step is not None,
             sharding=self._sharding,
+            messages=options.messages,
         )
 
 

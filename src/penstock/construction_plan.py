@@ -146,6 +146,7 @@ class Plan:
             "optimizer_step": describe_function(options.optimizer_step),
             "seed": str(options.seed),
             "check_batches": str(options.check_batches),
+            "messages": options.messages,
             "variable_shapes": str(options.variable_shapes),
             "main_gradients": str(options.main_gradients),
             "debug": options.debug,

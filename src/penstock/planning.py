@@ -8,18 +8,27 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from penstock.errors import ConfigError, count_of
+from penstock.errors import ConfigError, ScheduleError, count_of
 from penstock.ir.live import peak_bytes
 from penstock.ir.operations import OPERATIONS, Group
 from penstock.ir.program import Program
 from penstock.ir.reading import read_file
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
+from penstock.ir.transports import COALESCED, POSTED
 from penstock.ir.whole import is_sharded
-from penstock.lowering import NONE, NOT_SHARDED, Sharding, assign_slots, lower
+from penstock.lowering import (
+    NONE,
+    NOT_SHARDED,
+    Sharding,
+    assign_slots,
+    coalesce_messages,
+    lower,
+    post_receives_late,
+)
 from penstock.partition.split import split_over
 from penstock.placement import Placement
-from penstock.proofs import NO_DEMAND, Demand, prove
+from penstock.proofs import NO_DEMAND, Demand, Proof, prove
 from penstock.schedules import build, find_family, is_family_name
 from penstock.simulation import Costs, LayerCosts, simulate
 from penstock.simulation.costs.equal_work import has_entry_per_rank, share_of_rank
@@ -102,13 +111,15 @@ def prove_and_lower(
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
     sharding: Sharding = NOT_SHARDED,
+    messages: str = POSTED.name,
 ) -> Program:
     """Prove a schedule, lower it to a program, and prove the program: all that must hold before a first step.
 
     A schedule has the forwards and backwards of each rank in order; a program has the messages and collectives, too. A
     `plan` that is a program already is proved and returned as it is, but it must suit the other arguments. `demand` is
     the limit of memory. `tied_groups` has the stages that hold copies of one parameter, per parameter. `sharding` says
-    whether replicas shard parameters. The proofs assume that receives are posted ahead, as Penstock's transports do.
+    whether replicas shard parameters. `messages` is the transport model of the proofs; under "coalesced" the program
+    that is made launches the messages between two computations of a rank together.
 
     Raises:
         ScheduleError: if a proof fails; it lists every violation.
@@ -117,14 +128,27 @@ def prove_and_lower(
     """
     if isinstance(plan, Program):
         # The user's program may have more stages gathered at once than `sharding` says: its memory is proved as it is.
-        facts = prove(plan, demand).facts
+        facts = prove(plan, demand, transport=messages).facts
         _require_gathers(plan, sharding)
         _require_fit(plan, tied_groups, optimizer_step=optimizer_step, omits_reductions=facts.omits_reductions)
         return plan
     proof = prove(plan, demand)
-    program = lower(plan, tied_groups=tied_groups, optimizer_step=optimizer_step, start=proof.start, **asdict(sharding))
-    prove(program, replace(demand, residency=sharding.most_whole), earlier_proof=proof)
+    options: dict[str, Any] = {"tied_groups": tied_groups, "optimizer_step": optimizer_step, **asdict(sharding)}
+    program = lower(plan, messages, start=proof.start, **options)
+    if messages == COALESCED.name:
+        program = _coalesced(program, proof)
+    prove(program, replace(demand, residency=sharding.most_whole), transport=messages, earlier_proof=proof)
     return program
+
+
+def _coalesced(program: Program, proof: Proof) -> Program:
+    """Group the messages of a program, with receives in front of their consumers where it ends so, as under 1F1B."""
+    late = coalesce_messages(post_receives_late(program))
+    try:
+        prove(late, transport=COALESCED.name, earlier_proof=proof)
+    except ScheduleError:
+        return coalesce_messages(program)
+    return late
 
 
 def prove_and_lower_once(
@@ -134,10 +158,12 @@ def prove_and_lower_once(
     tied_groups: Sequence[Sequence[int]] = (),
     optimizer_step: bool = False,
     sharding: Sharding = NOT_SHARDED,
+    messages: str = POSTED.name,
     programs: RecentTables[Program] = PROGRAMS,
 ) -> Program:
     """Do what `prove_and_lower` does, or return the program that it made of an equal plan without a limit of memory."""
     options: dict[str, Any] = {"tied_groups": tied_groups, "optimizer_step": optimizer_step, "sharding": sharding}
+    options["messages"] = messages
     if demand != NO_DEMAND or plan.num_rows > programs.most_rows:
         return prove_and_lower(plan, demand, **options)
     key = (type(plan), plan.name, plan.digest(), repr(options))

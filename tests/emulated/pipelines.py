@@ -45,10 +45,10 @@ class RankGroup:
         return self._store
 
 
-def transport_of(rank, num_ranks, device, *, deadline_s=DEADLINE_S, is_direct=True):
+def transport_of(rank, num_ranks, device, *, deadline_s=DEADLINE_S, **options):
     """Connect this rank's thread with the others, as processes are connected."""
     group = RankGroup(rank, num_ranks, store_of_scenario())
-    return TorchTransport(group, deadline_s=deadline_s, device=device, is_direct=is_direct)
+    return TorchTransport(group, deadline_s=deadline_s, device=device, **options)
 
 
 # ---- layers
@@ -158,10 +158,12 @@ class Cell:
     record: bool = False
     memory: str = "device"
     """Where batches are: on the device, in the host's memory, or in pinned memory of the host."""
+    messages: str = "posted"
 
     def __str__(self):
         place = "" if self.memory == "device" else f", batches in {self.memory} memory"
-        return f"{self.family}, {self.feature}, {self.num_ranks} ranks, run_ahead={self.run_ahead}{place}"
+        way = "" if self.messages == "posted" else f", messages {self.messages}"
+        return f"{self.family}, {self.feature}, {self.num_ranks} ranks, run_ahead={self.run_ahead}{place}{way}"
 
     @property
     def num_microbatches(self):
@@ -181,7 +183,7 @@ class Trained:
 def train(rank, num_ranks, cell, kind):
     """Train a cell on devices of a kind."""
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
-    return train_over(transport_of(rank, num_ranks, device), cell, device)
+    return train_over(transport_of(rank, num_ranks, device, coalesces=cell.messages == "coalesced"), cell, device)
 
 
 def expect_equal_training(emulated, cell, policy="lazy", seed=0):
@@ -205,6 +207,7 @@ def train_over(transport, cell, device, *, dtype=None):
         torch.manual_seed(0)
         layers = [layer.to(feature.dtype) for layer in feature.make()]
     options = {**feature.options, "run_ahead": cell.run_ahead, "frees_other_stages": False}
+    options["messages"] = cell.messages
     if feature.is_overlapped:
         options["overlap"] = one_by_one if device.type == "cpu" else OnTwoStreams(device)
     pipeline = Pipeline(layers, schedule, loss=nn.functional.mse_loss, transport=transport, device=device, **options)

@@ -3,6 +3,7 @@
 The cells cover all pairs of a family with a feature, of either with `run_ahead` and with the number of ranks.
 """
 
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -84,6 +85,13 @@ def test_outputs_that_have_left_take_no_memory(emulated):
     assert first < 3 * 4 * wide  # of 8 outputs; the gradient of one is there too
 
 
+@pytest.mark.feature("C1", "C3", "C4", "C15")
+@pytest.mark.parametrize("messages", ["coalesced", "rendezvous"])
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zbv", "dualpipe-v"])
+def test_groups_and_sends_that_wait_change_no_bit(emulated, family, messages):
+    expect_equal_training(emulated, Cell(family, "plain", 4, messages=messages))
+
+
 COMPILED = [Cell("zb-h1", "compiled", 2, 1), Cell("interleaved-1f1b", "compiled", 2, 2)]
 
 
@@ -115,3 +123,38 @@ def test_no_order_in_which_the_queues_run_changes_a_bit(emulated, cell):
 @pytest.mark.parametrize("cell", cells(), ids=str)
 def test_no_policy_changes_a_bit(emulated, cell, policy, seed):
     expect_equal_training(emulated, cell, policy, seed)
+
+
+class Counting:
+    """A backend around another one, which counts its calls by name."""
+
+    def __init__(self, backend):
+        self.backend, self.counts = backend, Counter()
+
+    def __getattr__(self, name):
+        self.counts[name] += 1
+        return getattr(self.backend, name)
+
+
+def launches_of_a_step(rank, num_ranks):
+    """Return the batches and the messages of a second step, and the communicators."""
+    device = torch.device("emu", rank)
+    transport = transport_of(rank, num_ranks, device, coalesces=True)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks)]
+    pipeline = Pipeline(
+        layers, "1f1b", 8, nn.functional.mse_loss, transport=transport, device=device, messages="coalesced",
+        frees_other_stages=False,
+    )  # fmt: skip
+    batch = torch.ones(8, WIDTH, device=device)
+    pipeline.step(batch, target=batch)
+    transport._groups.backend = Counting(transport._groups.backend)
+    pipeline.step(batch, target=batch)
+    counts = transport._groups.backend.counts
+    num_communicators = len(transport._backends)
+    pipeline.close()
+    return counts["_end_coalescing"], counts["send"] + counts["recv"], num_communicators
+
+
+@pytest.mark.feature("C1")
+def test_a_middle_rank_launches_17_batches_for_32_messages_over_one_communicator(emulated):
+    assert emulated.run(launches_of_a_step, num_ranks=4)[1:3] == [(17, 32, 1), (17, 32, 1)]

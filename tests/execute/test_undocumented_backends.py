@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from operator import attrgetter
 from threading import Event
 
 import pytest
@@ -145,3 +146,10 @@ def test_a_backend_gathers_parts_and_sums_without_a_process_group_around_it():
         return whole.tolist(), own.tolist()
 
     assert with_two_backends(case) == [([1.0, 2.0, 2.0, 3.0], [3.0, 6.0]), ([1.0, 2.0, 2.0, 3.0], [6.0, 9.0])]
+
+
+def test_a_backend_has_the_calls_that_begin_and_end_a_group():
+    backend = attrgetter("_distributed_c10d.Backend")(torch._C)
+
+    assert callable(undocumented_backends._BEGIN_GROUP(backend))
+    assert callable(undocumented_backends._END_GROUP(backend))

@@ -135,13 +135,17 @@ def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mes
     is_alone = ranks == 1 and process_group is None and refusal is None and mesh is None
     try:
         if mesh is not None:
-            places, process_group = connect_mesh(mesh, options.deadline_s, device=options.device)
+            places, process_group = connect_mesh(
+                mesh, options.deadline_s, device=options.device, coalesces=options.coalesces
+            )
         elif options.transport is not None:
             places = Places.of(options.transport)
         elif is_alone:
             places = Places.of(LocalTransport.create(1, options.deadline_s)[0])
         else:
-            places = Places.of(default_transport(process_group, options.deadline_s, device=options.device))
+            places = Places.of(
+                default_transport(process_group, options.deadline_s, device=options.device, coalesces=options.coalesces)
+            )
     except (PeerLost, DeadlineExceeded) as error:
         # A rank that was given a wrong group has waited in the default group, while the other ranks met elsewhere.
         if refusal is not None:

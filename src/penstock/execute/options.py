@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, nearest, require_choice
 from penstock.execute.arguments import TIME_RULE, is_time, is_whole_number, require, require_device
 from penstock.execute.backend import find_backend
 from penstock.execute.batch.cutting import BatchRule
@@ -19,6 +19,7 @@ from penstock.execute.overlap import Overlap
 from penstock.execute.parameters.gradient_store import MAIN_GRAD
 from penstock.execute.transport.protocol import Transport, is_transport
 from penstock.ir.schedule import Schedule
+from penstock.ir.transports import COALESCED, POSTED, RENDEZVOUS, TransportModel, find_transports
 
 DEBUG_LEVELS = ("off", "messages", "values")
 DEFAULT_DEADLINE_S = 60.0
@@ -70,6 +71,10 @@ class PipelineOptions:
     seed: int | None = None
     """Where random numbers in the layers' forwards (dropout) begin: each layer, microbatch and training step draws its
     own, the same for any split. None: they come from torch's generators as they stand."""
+    messages: str = POSTED.name
+    """How messages travel: "posted" one by one, receives ahead of their use; "coalesced": those between two
+    computations of a rank together, over one communicator instead of two, and none ahead; "rendezvous": a send waits
+    until its receive is posted. The program is proved for it."""
     variable_shapes: bool = False
     """Whether a stage's output may change shape between batches of one layout; costs a header per message."""
     deadline_s: float = DEFAULT_DEADLINE_S
@@ -146,6 +151,7 @@ class PipelineOptions:
             require(name, value, isinstance(value, bool), "True or False")
         is_choice = self.frees_other_stages is None or isinstance(self.frees_other_stages, bool)
         require("frees_other_stages", self.frees_other_stages, is_choice, "True, False or None")
+        self._require_messages()
         # How a batch is cut into microbatches and slices, and outputs are merged.
         for name in ("specs", "slice_specs"):
             value = getattr(self, name)
@@ -173,6 +179,28 @@ class PipelineOptions:
         if self.debug not in DEBUG_LEVELS:
             hint = nearest(str(self.debug), DEBUG_LEVELS)
             require("debug", self.debug, False, f"one of {', '.join(DEBUG_LEVELS)}.{hint}")
+
+    def _require_messages(self) -> None:
+        """Refuse an unknown way of messages, and what does not go with it. Raises: ConfigError."""
+        require_choice("messages", self.messages, [model.name for model in (POSTED, COALESCED, RENDEZVOUS)])
+        if self.messages == POSTED.name:
+            return
+        if self.messages == RENDEZVOUS.name and self.variable_shapes:
+            fix = "a message of unknown shape has no receive that is posted; leave out variable_shapes, or messages"
+            raise ConfigError(f"{self.messages!r} with variable_shapes=True: {fix}", key="messages")
+        if self.debug != "off":
+            fix = f"debug={self.debug!r} sends a header with each message, which travel one by one; give one of the two"
+            raise ConfigError(f"{self.messages!r}: {fix}", key="messages")
+
+    @property
+    def transport_model(self) -> TransportModel:
+        """The model of messages for which programs are proved."""
+        return find_transports(self.messages)[0]
+
+    @property
+    def coalesces(self) -> bool:
+        """Whether messages are launched in groups."""
+        return self.messages == COALESCED.name
 
     @property
     def is_sharded(self) -> bool:

@@ -61,7 +61,12 @@ class Runner:
             user_observers=options.observers,
             gradient_attribute=options.gradient_attribute,
         )
-        self._messenger = Messenger(self._observers.messages, device, has_variable_shapes=options.variable_shapes)
+        self._messenger = Messenger(
+            self._observers.messages,
+            device,
+            has_variable_shapes=options.variable_shapes,
+            model=options.transport_model,
+        )
         # Each mode (training, evaluation) has a program, which is compiled to a list of calls at its first step.
         longest_wait_s = COMPILE_DEADLINE_S if self._compilations.has_compiled_layers else options.deadline_s
         self._programs = CompiledPrograms(session, self._messenger, self._observers.of_all_steps, longest_wait_s)

@@ -16,6 +16,7 @@ _REGISTERED = attrgetter("_plugins")
 """Makers of backends that are not part of torch, by name: an attribute of `dist.Backend`."""
 _BACKEND_OPTIONS = attrgetter("distributed_c10d._DistributedBackendOptions")(dist)
 """Options of a backend that was registered with `extended_api`."""
+_BEGIN_GROUP, _END_GROUP = attrgetter("_start_coalescing"), attrgetter("_end_coalescing")
 _GATHER, _SCATTERED_SUM = attrgetter("_allgather_base"), attrgetter("_reduce_scatter_base")
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """A backend of NCCL reads it when it is made."""
@@ -44,6 +45,16 @@ def gather_into(backend: Backend, gathered: Tensor, part: Tensor) -> dist.Work:
 def sum_into(backend: Backend, part: Tensor, summands: Tensor) -> dist.Work:
     """Sum a tensor over all ranks, of which each gets its part."""
     return cast(dist.Work, _SCATTERED_SUM(backend)(part, summands))
+
+
+def begin_coalescing(backend: Backend) -> None:
+    """Have the backend keep what is posted from now on, until `end_coalescing` launches all of it as one."""
+    _BEGIN_GROUP(backend)()
+
+
+def end_coalescing(backend: Backend) -> dist.Work:
+    """Launch what was posted since `begin_coalescing`; the work ends as a whole."""
+    return cast(dist.Work, _END_GROUP(backend)())
 
 
 def end_group(backend: Backend) -> None:

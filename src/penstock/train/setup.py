@@ -156,7 +156,8 @@ def _prove_plan(config: RunConfig, plan: Schedule | Program) -> None:
     limit, costs = memory_limit(config), load_costs(config)
     if limit is not None:
         limit.require_sizes(None if costs is None else costs.activation_bytes, "pipeline.memory_limit")
-    check(plan, memory_limit=None if limit is None or limit.in_bytes else limit)
+    activations = None if limit is None or limit.in_bytes else limit
+    check(plan, config.pipeline.messages, memory_limit=activations)
 
 
 def _check_split(config: RunConfig, schedule: Schedule, num_layers: int) -> None:
@@ -291,6 +292,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
         costs=load_costs(config),
         run_ahead=config.pipeline.run_ahead or None,
         compile=config.pipeline.compile,
+        messages=config.pipeline.messages,
         # Random numbers of layers, too, are the same on any number of ranks and replicas. The decoder draws nothing.
         seed=config.run.seed if config.model.place else None,
         **replicas_of(config, device),

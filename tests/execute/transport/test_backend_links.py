@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from penstock.execute.transport import backend_links
-from penstock.execute.transport.backend_links import BackendLink, GlooWaiter, QueuedMessage, abort_all, connect_devices
+from penstock.execute.transport.backend_links import (
+    DOWNWARD,
+    UPWARD,
+    BackendLink,
+    GlooWaiter,
+    QueuedMessage,
+    abort_all,
+    connect_devices,
+)
 from penstock.execute.transport.links import MessageLate
 from penstock.execute.transport.protocol import Tag
 from penstock.running_time import running_s
@@ -176,16 +184,18 @@ def test_the_thread_ends_with_its_waiter(drop):
     assert waiting() - before == set()
 
 
-def connect(monkeypatch, post, rank=1, num_ranks=3):
+def connect(monkeypatch, post, rank=1, num_ranks=3, names=(UPWARD, DOWNWARD)):
     """Connect one rank by backends whose aborts end only while others run; return them, and the barrier of aborts."""
     aborts, made = threading.Barrier(2), []
 
     def make(*arguments):
-        made.append(Mock(send=Mock(side_effect=post), recv=Mock(side_effect=post), abort=lambda: aborts.wait(SLACK_S)))
+        calls = {name: Mock(side_effect=post) for name in ("send", "recv", "allreduce")}
+        made.append(Mock(**calls, abort=lambda: aborts.wait(SLACK_S)))
         return made[-1]
 
     monkeypatch.setattr(backend_links, "device_backend", make)
-    return made, aborts, lambda: connect_devices(dist.HashStore(), rank, num_ranks, torch.device("cpu"), DEADLINE_S)
+    where = dist.HashStore(), rank, num_ranks, torch.device("cpu"), DEADLINE_S
+    return made, aborts, lambda: connect_devices(*where, names)
 
 
 def test_a_number_goes_over_every_channel_of_a_rank_in_the_order_of_all(monkeypatch):
@@ -195,6 +205,13 @@ def test_a_number_goes_over_every_channel_of_a_rank_in_the_order_of_all(monkeypa
     upward, downward = ([(name, peer) for name, (_, peer, _), _ in backend.mock_calls] for backend in made)
     assert upward == [("recv", 0), ("send", 2)]
     assert downward == [("send", 0), ("recv", 2)]
+
+
+def test_what_all_ranks_begin_together_is_connected_by_a_sum(monkeypatch):
+    made, _, run = connect(monkeypatch, lambda *_: Work(0), names=("messages", "sums"))
+
+    assert run() == made
+    assert [[name for name, _, _ in backend.mock_calls] for backend in made] == [["allreduce"], ["allreduce"]]
 
 
 def blocks_for_ever(*_):

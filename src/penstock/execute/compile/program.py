@@ -11,6 +11,7 @@ from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.ops import HANDLERS
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.keys import Keys
+from penstock.execute.ops.messages import begin_group, end_group
 from penstock.execute.ops.parameters import launch_rows_by_waiting_row, waits_for_launched
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.step import Bound, Change
@@ -51,7 +52,8 @@ def compile_program(
     bounds: list[Bound] = []
     for row in rows:
         handler = HANDLERS[Op(int(program.op[row]))]
-        bounds += [*waits_for_launched(context, row, launch_rows), *handler(context, row)]
+        bounds += [*waits_for_launched(context, row, launch_rows), *begin_group(context, row)]
+        bounds += [*handler(context, row), *end_group(context, row)]
     bounds += waits_for_launched(context, rows.stop, launch_rows)
 
     def bounds_with(of_step: Sequence[Observer]) -> Sequence[Bound]:

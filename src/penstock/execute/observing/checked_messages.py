@@ -165,6 +165,12 @@ class CheckedMessages(Observer):
         while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
             self._take_next(ticket.peer)
 
+    def begin_group(self) -> None:
+        """Do nothing: messages that say what they are travel one by one."""
+
+    def end_group(self) -> None:
+        """Do nothing."""
+
     # ---- which instruction a message belongs to
 
     @contextmanager

@@ -1,4 +1,7 @@
-"""SEND_F, SEND_B, RECV_F and RECV_B. A receive is posted here; the computation that needs the message waits for it."""
+"""SEND_F, SEND_B, RECV_F and RECV_B. A receive is posted here; the computation that needs the message waits for it.
+
+Where messages are launched in groups, `begin_group` and `end_group` make the calls around the rows of one.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -7,6 +10,7 @@ from penstock.execute.ops.context import CompileContext
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.agreed_layouts import PassKey
 from penstock.execute.transport.messages import Incoming
+from penstock.ir.operations import IS_MESSAGE
 
 
 def send_forward(context: CompileContext, row: int) -> Iterator[Bound]:
@@ -45,6 +49,33 @@ def receive_forward(context: CompileContext, row: int) -> Iterator[Bound]:
 def receive_backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle RECV_B: post the receive of the gradients of a stage's outputs."""
     return _receive(context, row, context.messenger.receiver.post_backward)
+
+
+def begin_group(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Return the call in front of a row that is the first of its group; a message in group 0 is a group by itself."""
+    if not context.messenger.launches_groups or not _begins_group(context, row):
+        return
+    begin = context.messenger.begin_group
+    yield Bound(row, lambda step: begin())
+
+
+def end_group(context: CompileContext, row: int) -> Iterator[Bound]:
+    """Return the call behind a row that is the last of its group."""
+    if context.messenger.launches_groups and _ends_group(context, row):
+        end = context.messenger.end_group
+        yield Bound(row, lambda step: end())
+
+
+def _begins_group(context: CompileContext, row: int) -> bool:
+    program, group = context.program, context.program.group
+    is_first = row == context.rows.rows.start or group[row] == 0 or group[row - 1] != group[row]
+    return bool(IS_MESSAGE[program.op[row]]) and is_first
+
+
+def _ends_group(context: CompileContext, row: int) -> bool:
+    program, group = context.program, context.program.group
+    is_last = row + 1 == context.rows.rows.stop or group[row] == 0 or group[row + 1] != group[row]
+    return bool(IS_MESSAGE[program.op[row]]) and is_last
 
 
 def _receive(context: CompileContext, row: int, post: Callable[[int, PassKey], Incoming]) -> Iterator[Bound]:

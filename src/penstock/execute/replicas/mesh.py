@@ -101,14 +101,19 @@ def read_mesh(mesh: object) -> MeshRanks:
 
 
 def connect_mesh(
-    mesh: DeviceMesh | Places, deadline_s: float, *, device: torch.device | str | None = None
+    mesh: DeviceMesh | Places,
+    deadline_s: float,
+    *,
+    device: torch.device | str | None = None,
+    coalesces: bool = False,
 ) -> tuple[Places, dist.ProcessGroup | None]:
     """Connect this rank to its pipeline and to its copies in other replicas; every rank of the mesh calls this.
 
     `Places`, the first result, has a transport to the ranks of the same replica ("pipeline") and, with several
     replicas, one to the ranks at the same place in all replicas ("data"). The second result is the process group of the
     pipeline, or None where the pipeline has one rank. A mesh that is a `Places` already is returned as it is. `device`
-    is where the tensors of messages are, by default the current GPU if the group can send from it, else the CPU.
+    is where the tensors of messages are, by default the current GPU if the group can send from it, else the CPU. With
+    `coalesces`, messages along the pipeline go in groups.
 
     Raises:
         ConfigError: on every rank alike, where a mesh is wrong, or the ranks have different ones.
@@ -129,7 +134,8 @@ def connect_mesh(
         if group is None:
             connected += LocalTransport.create(1, deadline_s, names=pipeline_names)
         else:
-            connected.append(group_transport(group, deadline_s, device=device, names=pipeline_names))
+            along = group_transport(group, deadline_s, device=device, names=pipeline_names, coalesces=coalesces)
+            connected.append(along)
         if ranks.num_replicas > 1:
             across = mesh.get_group(DATA)
             connected.append(group_transport(across, deadline_s, device=device, names=data_names, has_sums=True))

@@ -40,6 +40,8 @@ PAUSE_S = 20e-6
 LONGEST = timedelta(days=1)
 """The limit of a backend's own waits; a deadline of the transport ends them first."""
 PART_S = 0.05
+UPWARD, DOWNWARD = "upward", "downward"
+"""Names of the backends that carry single messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,14 +165,15 @@ class QueuedMessage:
     looks by itself.
     """
 
-    work: dist.Work
+    work: dist.Work | None
+    """None while the group of the message is open: then nothing is launched yet."""
     tensor: Tensor
     is_held_up: Callable[[], bool] = never
     """Whether the device waits for another message meanwhile, which has a deadline of its own."""
 
     def has_ended(self) -> bool:
         """Look, without blocking, whether it has been sent or received, well or not."""
-        return self.work.is_completed()
+        return self.work is not None and self.work.is_completed()
 
     def is_over(self) -> bool:
         if not self.has_ended():
@@ -184,7 +187,7 @@ class QueuedMessage:
     def follow(self) -> None:
         """Let the current stream wait for the message, and the host go on."""
         if self._result() is None:
-            self.work.wait()
+            cast(dist.Work, self.work).wait()
         else:
             cast(Any, self.work).block_current_stream()
 
@@ -206,17 +209,20 @@ class QueuedMessage:
 
 
 def connect_devices(
-    store: dist.Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float, *, has_sums: bool = False
+    store: dist.Store, rank: int, num_ranks: int, device: torch.device, deadline_s: float, names: Sequence[str]
 ) -> list[Backend]:
-    """Return the backends of messages to higher and to lower ranks, and that of sums; every rank of the group calls it.
+    """Return the backends of these names; every rank of the group calls this with the same.
+
+    `UPWARD` and `DOWNWARD`, which come first where they are wanted, carry single messages to higher and to lower ranks.
+    Others carry what all ranks begin together: groups of messages, or sums.
 
     Raises:
         RuntimeError: a rank does not come in time, or a connection breaks.
     """
-    names = ["upward", "downward", *(["sums"] if has_sums else [])]
     backends = [device_backend(device, PrefixStore(name, store), rank, num_ranks, LONGEST) for name in names]
     try:
-        _FirstMessages(rank, num_ranks, device, backends, deadline_s).exchange()
+        num_paired = names.count(UPWARD) + names.count(DOWNWARD)
+        _FirstMessages(rank, num_ranks, device, backends, num_paired, deadline_s).exchange()
     except BaseException:
         abort_all(backends, deadline_s)
         raise
@@ -249,10 +255,17 @@ class _FirstMessages:
     """Sends one number over every channel of a rank, in one order on all ranks."""
 
     def __init__(
-        self, rank: int, num_ranks: int, device: torch.device, backends: Sequence[Backend], deadline_s: float
+        self,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        backends: Sequence[Backend],
+        num_paired: int,
+        deadline_s: float,
     ) -> None:
+        """The first `num_paired` backends, two or none, connect each pair of ranks by itself, the others all ranks."""
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
-        self._upward, self._downward, *self._sums = backends
+        self._paired, self._of_all = backends[:num_paired], backends[num_paired:]
         self._deadline_s = deadline_s
         self._is_over = threading.Event()
         self._error: BaseException | None = None
@@ -281,13 +294,13 @@ class _FirstMessages:
         self._is_over.set()
 
     def _send_and_receive(self, number: torch.Tensor) -> None:
-        for source, destination in permutations(range(self._num_ranks), 2):
-            backend = self._upward if source < destination else self._downward
+        for source, destination in permutations(range(self._num_ranks), 2) if self._paired else ():
+            backend = self._paired[source > destination]
             self._message_begin_s = running_s()
             if self._rank == source:
                 QueuedMessage(backend.send([number], destination, Tag.DATA), number).wait(self._deadline_s)
             elif self._rank == destination:
                 QueuedMessage(backend.recv([number], source, Tag.DATA), number).wait(self._deadline_s)
-        for backend in self._sums:
+        for backend in self._of_all:
             self._message_begin_s = running_s()
             QueuedMessage(backend.allreduce([number]), number).wait(self._deadline_s)

@@ -4,6 +4,9 @@ The first time that a batch layout runs, a forward message is preceded by a head
 taken from their channel when they are needed. From then on both ends know every shape: receives are posted ahead, and a
 sender whose tensors differ fails at once, naming the action. Scalars then have a message of their own beside the
 tensors. With variable shapes, headers stay.
+
+Where devices launch messages in groups, over one communicator for both directions, steps with headers go from host to
+host: a group is launched as a whole, so its shapes must be known, and a receive may depend on a send of its own group.
 """
 
 from collections import deque
@@ -14,13 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.execute.accelerator import is_queued
 from penstock.execute.transport.agreed_layouts import AgreedLayouts, PassKey
 from penstock.execute.transport.device_queue import DeviceQueue, device_queue_of
+from penstock.execute.transport.headers import header_of, receive_header, stored_tensors, tensors_of
+from penstock.execute.transport.host_messages import HostMessages
 from penstock.execute.transport.protocol import Messages, Ticket
-from penstock.execute.values.layouts import Layout, decode_layout, encode_layout, require_plain
-from penstock.execute.values.tensors import empty_in_order, memory_order, stored
+from penstock.execute.transport.ready_tags import ReadyTags
+from penstock.execute.values.layouts import Layout, require_plain
+from penstock.execute.values.tensors import empty_in_order, stored
 from penstock.execute.values.tree import flatten
 from penstock.execute.values.version_guard import VersionGuard
+from penstock.ir.transports import COALESCED, POSTED, RENDEZVOUS, TransportModel
 
 _NO_KEY = (0, 0, 0)
 """Key of messages that no stage takes."""
@@ -56,10 +64,23 @@ class Incoming:
 class Messenger:
     """The trees that one rank sends and receives; `begin` before a step, `finish` after it."""
 
-    def __init__(self, transport: Messages, device: torch.device, *, has_variable_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        transport: Messages,
+        device: torch.device,
+        *,
+        has_variable_shapes: bool = False,
+        model: TransportModel = POSTED,
+    ) -> None:
+        """`model` says how messages travel: posted one by one, in groups, or each when its receive is posted."""
         self.layouts = AgreedLayouts(transport.rank, has_variable_shapes=has_variable_shapes)
         self.sender = Sender(transport, device, self.layouts)
         self.receiver = Receiver(transport, device, self.layouts)
+        self.launches_groups = model == COALESCED
+        self._by_hosts = HostMessages(transport) if self.launches_groups and is_queued(device) else None
+        """Carries the messages of steps with headers; None where the transport does."""
+        if model == RENDEZVOUS:
+            self.sender.ready_tags = self.receiver.ready_tags = ReadyTags(transport)
         self.transport = transport
         """The transport itself, for other messages on the same channels."""
         self._device_queue = device_queue_of(transport)
@@ -70,7 +91,21 @@ class Messenger:
         Where it `follows`, a device waits for received tensors by itself, if the transport can let it.
         """
         self.layouts.begin(signature)
+        carrier: Messages = self.transport
+        if self._by_hosts is not None and not self.layouts.is_static:
+            carrier, follows = self._by_hosts, False
+        self.sender.carrier = self.receiver.carrier = carrier
         self.sender.device_queue = self.receiver.device_queue = self._device_queue if follows else None
+
+    def begin_group(self) -> None:
+        """Begin a group, in a step whose shapes are known; in another one its messages go one by one."""
+        if self.layouts.is_static:
+            self.transport.begin_group()
+
+    def end_group(self) -> None:
+        """Launch the group."""
+        if self.layouts.is_static:
+            self.transport.end_group()
 
     def finish(self) -> None:
         """Wait until everything is received and sent; from now on this batch layout is known."""
@@ -89,22 +124,27 @@ class Sender:
     """Sends the trees of one rank."""
 
     def __init__(self, transport: Messages, device: torch.device, layouts: AgreedLayouts) -> None:
-        self._transport = transport
+        self.carrier = transport
+        """The transport, or what takes its place in a step."""
         self._device = device
         self._layouts = layouts
         self._num_sent: dict[int, int] = {}
         """Number of messages of this step, by peer."""
         self._leaving: dict[int, deque[_OutgoingMessage]] = {}
         """Messages that may not have arrived yet, by peer."""
+        self.ready_tags: ReadyTags | None = None
+        """Where a send waits for its receive."""
         self.device_queue: DeviceQueue | None = None
         """Queue of the device, in a step whose receives devices wait for; None in others."""
         self.forget()
 
     def forget(self) -> None:
         """Forget all messages."""
-        peers = range(self._transport.num_ranks)
+        peers = range(self.carrier.num_ranks)
         self._num_sent = dict.fromkeys(peers, 0)
         self._leaving = {peer: deque() for peer in peers}
+        if self.ready_tags is not None:
+            self.ready_tags.forget()
 
     def finish(self) -> None:
         """Wait until everything is sent."""
@@ -112,6 +152,8 @@ class Sender:
         for peer, num_sent in self._num_sent.items():
             self.release(peer, num_sent)
             self._num_sent[peer] = 0
+        if self.ready_tags is not None:
+            self.ready_tags.finish()
 
     def send_forward(self, peer: int, key: PassKey, outputs: Any) -> None:
         """Send a stage's outputs, which `AgreedLayouts.note_outputs` has found to be what the ranks agreed on.
@@ -123,7 +165,7 @@ class Sender:
             self.send_described(peer, outputs, key)
             return
         layout, leaves = self._layouts.produced[key], flatten(outputs)[0]
-        tensors = _tensors_of(leaves)
+        tensors = tensors_of(leaves)
         for tensor in tensors:  # a layer may return other kinds than in the step that agreed on them
             require_plain(tensor, "an output")
         parts = [stored(tensor, info.order) for tensor, info in zip(tensors, layout.tensors, strict=True)]
@@ -133,10 +175,7 @@ class Sender:
 
     def send_described(self, peer: int, tree: Any, key: PassKey = _NO_KEY) -> None:
         """Send a tree behind a header that describes it."""
-        header = encode_layout(tree)
-        header_tensors = [torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)]
-        tensors = [stored(tensor, memory_order(tensor)) for tensor in _tensors_of(flatten(tree)[0])]
-        self._send(peer, [*(part.to(self._device) for part in header_tensors), *tensors], key)
+        self._send(peer, [*(part.to(self._device) for part in header_of(tree)), *stored_tensors(tree)], key)
 
     def send_backward(self, peer: int, gradients: Sequence[Tensor], key: PassKey = _NO_KEY) -> None:
         """Send the gradients of a stage's inputs; the other end knows their shapes from its outputs.
@@ -162,7 +201,7 @@ class Sender:
         while leaving and leaving[0].number < num_messages and self._has_left(leaving[0]):
             message = leaving.popleft()
             for ticket in message.tickets:
-                self._transport.wait(ticket)
+                self.carrier.wait(ticket)
             stage, microbatch, _ = message.key
             message.outputs.checked(f"stage {stage}, microbatch {microbatch}")
 
@@ -170,10 +209,12 @@ class Sender:
         return self.device_queue is None or all(map(self.device_queue.has_left, message.tickets))
 
     def _send(self, peer: int, tensors: Sequence[Tensor], key: PassKey) -> None:
+        if self.ready_tags is not None and self._layouts.is_static and key is not _NO_KEY:
+            self.ready_tags.await_receive(peer)
         # The transport keeps the tensors until their tickets have been waited for.
         tickets = []
         for tensor in tensors:  # no comprehension, which is one more frame before Python 3.12
-            tickets.append(self._transport.post_send(peer, tensor))
+            tickets.append(self.carrier.post_send(peer, tensor))
         number = self._num_sent[peer]
         self._num_sent[peer] = number + 1
         open_tickets = [ticket for ticket in tickets if not ticket.is_over]
@@ -188,9 +229,12 @@ class Receiver:
     """Receives the trees of one rank."""
 
     def __init__(self, transport: Messages, device: torch.device, layouts: AgreedLayouts) -> None:
-        self._transport = transport
+        self.carrier = transport
+        """The transport, or what takes its place in a step."""
         self._device = device
         self._layouts = layouts
+        self.ready_tags: ReadyTags | None = None
+        """Where a send waits for its receive."""
         self.device_queue: DeviceQueue | None = None
         """Queue of the device, in a step whose receives it waits for; None in others."""
         self._unposted: dict[int, deque[Incoming]] = {}
@@ -199,7 +243,7 @@ class Receiver:
 
     def forget(self) -> None:
         """Forget all messages."""
-        self._unposted = {peer: deque() for peer in range(self._transport.num_ranks)}
+        self._unposted = {peer: deque() for peer in range(self.carrier.num_ranks)}
 
     def post_forward(self, peer: int, key: PassKey) -> Incoming:
         """Post the receive of a stage's inputs."""
@@ -236,7 +280,7 @@ class Receiver:
 
     def receive_described(self, peer: int) -> Any:
         """Wait for what `send_described` sends; no other message of the peer may be under way."""
-        layout = self._receive_header(peer)
+        layout = receive_header(self.carrier, peer, self._device)
         incoming = Incoming(peer, _NO_KEY, True, layout)
         self._post_tensors(incoming, layout)
         return self.take_tree(incoming)
@@ -248,8 +292,8 @@ class Receiver:
             self._resolve(unposted_receives.popleft())
         tickets = iter(incoming.tickets)
         if incoming.numbers is not None:
-            self._transport.wait(next(tickets))  # the host itself reads the numbers
-        await_ticket = self._transport.wait if self.device_queue is None else self.device_queue.follow
+            self.carrier.wait(next(tickets))  # the host itself reads the numbers
+        await_ticket = self.carrier.wait if self.device_queue is None else self.device_queue.follow
         for ticket in tickets:
             await_ticket(ticket)
 
@@ -262,32 +306,24 @@ class Receiver:
             if incoming.is_forward and incoming.layout.numbers:
                 num_bytes = incoming.layout.bytes_of_numbers
                 incoming.numbers = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                incoming.tickets.append(self._transport.post_receive(incoming.peer, incoming.numbers))
+                incoming.tickets.append(self.carrier.post_receive(incoming.peer, incoming.numbers))
             self._post_tensors(incoming, incoming.layout)
+            if self.ready_tags is not None:
+                self.ready_tags.note_receive(incoming.peer)
         return incoming
 
     def _resolve(self, incoming: Incoming) -> None:
         if incoming.is_forward:
-            incoming.layout = self._layouts.received[incoming.key] = self._receive_header(incoming.peer)
+            incoming.layout = receive_header(self.carrier, incoming.peer, self._device)
+            self._layouts.received[incoming.key] = incoming.layout
         elif incoming.layout is None:
             # It was due before the first forward had run. That has run by now: a peer needs outputs for a gradient.
             incoming.layout = self._layouts.produced[incoming.key]
         self._post_tensors(incoming, incoming.layout)
 
-    def _receive_header(self, peer: int) -> Layout:
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._transport.wait(self._transport.post_receive(peer, length))
-        header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        self._transport.wait(self._transport.post_receive(peer, header))
-        return decode_layout(header.cpu().numpy().tobytes())
-
     def _post_tensors(self, incoming: Incoming, layout: Layout) -> None:
         for info in layout.tensors if incoming.is_forward else layout.needing_gradient:
             tensor = empty_in_order(info.shape, info.order, dtype=info.dtype, device=self._device)
             incoming.tensors.append(tensor)
-            incoming.tickets.append(self._transport.post_receive(incoming.peer, stored(tensor, info.order)))
+            incoming.tickets.append(self.carrier.post_receive(incoming.peer, stored(tensor, info.order)))
         incoming.is_posted = True
-
-
-def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

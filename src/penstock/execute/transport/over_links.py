@@ -62,6 +62,12 @@ class OverLinks:
             raise self._not_posted(ticket, error) from error.with_traceback(None)
         return self._opened(ticket, pending)
 
+    def begin_group(self) -> None:
+        pass
+
+    def end_group(self) -> None:
+        pass
+
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         """Wait for a message by its ticket: until it has arrived, or until a sent tensor may be used again.
 

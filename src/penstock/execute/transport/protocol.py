@@ -75,6 +75,17 @@ class Messages(Protocol):
         The values are there once the ticket has been waited for. Raises: PeerLost.
         """
 
+    def begin_group(self) -> None:
+        """Begin a group: what is posted until `end_group` may be launched together, and must not be waited for before.
+
+        A transport whose posts never hold each other up does nothing, and launches one after another.
+        """
+        ...
+
+    def end_group(self) -> None:
+        """Launch the messages of the group. Raises: PeerLost."""
+        ...
+
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
         """Block until the message has been sent or received; a second wait for the same ticket returns at once.
 

@@ -8,7 +8,7 @@ errors leave none behind in their traceback.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
@@ -22,6 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from penstock.errors import ConfigError, PeerLost, PipelineError, hint_of_limit
 from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.transport.backend_links import (
+    DOWNWARD,
+    UPWARD,
     BackendLink,
     GlooWaiter,
     QueuedMessage,
@@ -29,7 +31,8 @@ from penstock.execute.transport.backend_links import (
     connect_devices,
 )
 from penstock.execute.transport.device_queue import DeviceQueue, held_up_of
-from penstock.execute.transport.links import CLOSED, LinkClosed, Pending
+from penstock.execute.transport.links import CLOSED, Link, LinkClosed, Pending
+from penstock.execute.transport.message_groups import GroupedLink, MessageGroups
 from penstock.execute.transport.over_links import OverLinks
 from penstock.execute.transport.protocol import Tag, Ticket, WaitObserver
 from penstock.execute.transport.rank_names import RankNames
@@ -62,6 +65,7 @@ class TorchTransport(OverLinks):
         on_close: Callable[[], None] | None = None,
         names: RankNames | None = None,
         has_sums: bool = False,
+        coalesces: bool = False,
     ) -> None:
         """Connect to all ranks of a process group, by default the one of all processes; each of them calls this.
 
@@ -69,7 +73,8 @@ class TorchTransport(OverLinks):
         find each other. So it can drop and remake the connections after a failure. `deadline_s` is the longest wait for
         a peer; `device` is where the tensors of messages are. Unless `is_direct`, messages between CPUs of one host go
         by gloo, and not by sockets. `on_close` is called once, by the first `close`. `names` are the names of ranks in
-        errors. `has_sums` says that `post_exchange`, a collective on accelerators, will be called.
+        errors. `has_sums` says that `post_exchange`, a collective on accelerators, will be called. With `coalesces`,
+        one communicator carries the messages between accelerators, in groups (`begin_group`).
 
         Raises:
             PipelineError: there is no process group.
@@ -92,6 +97,9 @@ class TorchTransport(OverLinks):
         # Connections: `_connect` below makes them; an abort drops them until the next recovery.
         self._sockets = NO_SOCKETS
         self._backends: list[Backend] = []
+        self._coalesces = coalesces
+        self._groups: MessageGroups | None = None
+        """Groups of messages between accelerators; None where messages are launched one by one."""
         self._sums: Backend | None = None
         """Backend for sums over all ranks' accelerators, which run beside the messages."""
         self._gloo_waiter = GlooWaiter()
@@ -134,6 +142,19 @@ class TorchTransport(OverLinks):
             raise self._not_posted(ticket, error) from error.with_traceback(None)
         return self._opened(ticket, QueuedMessage(work, result, self.is_device_held_up))
 
+    def begin_group(self) -> None:
+        if self._groups is not None:
+            self._groups.begin()
+
+    def end_group(self) -> None:
+        if self._groups is None:
+            return
+        try:
+            self._groups.end()
+        except RuntimeError as error:
+            ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
+            raise self._not_posted(ticket, error) from error.with_traceback(None)
+
     def watch(self, observer: WaitObserver) -> None:
         super().watch(observer)
         if self.device_queue is not None:
@@ -164,6 +185,9 @@ class TorchTransport(OverLinks):
     def _forget(self) -> tuple[list[Backend], list[Pending]]:
         """Drop all connections and messages, and return them; the sockets close once the caller drops them too."""
         backends = self._backends
+        if self._groups is not None:
+            self._groups.give_up()
+        self._groups = None
         self._backends, self._sums, self._sockets = [], None, NO_SOCKETS
         self._links.clear()
         messages = list(self._open.values())
@@ -230,16 +254,24 @@ class TorchTransport(OverLinks):
             for peer, tag in product(peers, Tag):
                 self._links[peer, tag] = BackendLink(peer, tag, backend, backend, self._gloo_waiter.message)
         if self._queued_tags:
-            upward, downward, *sums = connect_devices(
-                *group, self._device, self.deadline_s, has_sums=self.sums_on_devices
-            )
-            self._backends += [upward, downward, *sums]
-            self._sums = sums[0] if sums else None
+            names = ["messages"] if self._coalesces else [UPWARD, DOWNWARD]
+            names += ["sums"] if self.sums_on_devices else []
+            backends = dict(zip(names, connect_devices(*group, self._device, self.deadline_s, names), strict=True))
+            self._backends += backends.values()
+            self._sums = backends.get("sums")
+            if self._coalesces:
+                self._groups = MessageGroups(backends["messages"])
             for peer in peers:
-                directions = (upward, downward) if self.rank < peer else (downward, upward)
-                self._links[peer, Tag.DATA] = BackendLink(peer, Tag.DATA, *directions, self._on_device)
+                self._links[peer, Tag.DATA] = self._device_link(peer, backends)
         for peer, tag in product(peers, self._direct_tags):
             self._links[peer, tag] = self._sockets.link(peer, tag, self._links.get((peer, tag), CLOSED))
+
+    def _device_link(self, peer: int, backends: Mapping[str, Backend]) -> Link:
+        if self._groups is not None:
+            return GroupedLink(peer, self._groups, self.is_device_held_up)
+        directions = (UPWARD, DOWNWARD) if self.rank < peer else (DOWNWARD, UPWARD)
+        outgoing, incoming = (backends[name] for name in directions)
+        return BackendLink(peer, Tag.DATA, outgoing, incoming, self._on_device)
 
     def _on_device(self, work: dist.Work, tensor: Tensor) -> QueuedMessage:
         return QueuedMessage(work, tensor, self.is_device_held_up)

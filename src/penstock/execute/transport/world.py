@@ -12,12 +12,16 @@ from penstock.execute.transport.torchrun import OF_PROCESS, join_default_group
 
 
 def default_transport(
-    group: dist.ProcessGroup | None, deadline_s: float, *, device: torch.device | str | None = None
+    group: dist.ProcessGroup | None,
+    deadline_s: float,
+    *,
+    device: torch.device | str | None = None,
+    coalesces: bool = False,
 ) -> Transport:
     """Return a transport within the group, or in the default group if there is one, else for one rank.
 
     Where torchrun has started this process and nobody has made the default group, it is made, for messages between
-    tensors on `device`; the last transport that is closed destroys it.
+    tensors on `device`; the last transport that is closed destroys it. `coalesces`: as for `TorchTransport`.
 
     Raises:
         ConfigError: torchrun's variables are wrong. PeerLost, DeadlineExceeded, PipelineError: a rank does not come.
@@ -25,7 +29,7 @@ def default_transport(
     join_default_group(torch.device(device or "cpu"), deadline_s)
     if not _is_distributed():
         return LocalTransport.create(1, deadline_s)[0]
-    return group_transport(group, deadline_s, device=device)
+    return group_transport(group, deadline_s, device=device, coalesces=coalesces)
 
 
 def group_transport(
@@ -35,6 +39,7 @@ def group_transport(
     device: torch.device | str | None = None,
     names: RankNames | None = None,
     has_sums: bool = False,
+    coalesces: bool = False,
 ) -> TorchTransport:
     """Return a transport within a group, which exists, between tensors on `device`, or else on `default_device`.
 
@@ -48,6 +53,7 @@ def group_transport(
         on_close=OF_PROCESS.enter(),
         names=names,
         has_sums=has_sums,
+        coalesces=coalesces,
     )
 
 

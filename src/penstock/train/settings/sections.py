@@ -118,6 +118,9 @@ class PipelineSection(Section):
     which makes no kernels; or one of these two by name"""
     run_ahead: NotNegative = 2
     """on GPUs, computations that may be queued and not ended; 0: the host waits for each message"""
+    messages: Literal["posted", "coalesced", "rendezvous"] = "posted"
+    """how messages travel. 'posted': one by one, receives ahead; 'coalesced': those between two computations of a rank
+    together, over one communicator; 'rendezvous': a send waits until its receive is posted"""
 
 
 class ParallelSection(Section):
