@@ -39,7 +39,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Sharding
 from penstock.partition.split import split_over
-from penstock.planning import ScheduleLike, resolve_plan
+from penstock.planning import LAYERS_PER_STAGE, ScheduleLike, count_stages_per_rank, resolve_plan
 from penstock.schedules import find_family, is_family_name
 from penstock.version import VERSION
 
@@ -86,11 +86,17 @@ class Plan:
         self.loss_weights = LossWeights(options.reduction, options.count, counted_targets(loss))
         loss_scale(options.scale_loss)  # refuses what scales nothing
         # `orders` is the schedule, or a program that the user gives; `schedule` has its forwards and backwards alone.
+        self.layers = list(map(without_wrappers, layer_list(layers)))
+        if options.layers_per_stage is not None:
+            for name, value in (("stages_per_rank", stages_per_rank), ("split", split)):
+                if value is not None:
+                    raise ConfigError(f"goes without {name}, which says the number of stages too", key=LAYERS_PER_STAGE)
+            num_ranks = joined.transport.num_ranks
+            stages_per_rank = count_stages_per_rank(schedule, len(self.layers), options.layers_per_stage, num_ranks)
         self.orders = _resolved_schedule(joined, schedule, microbatches, stages_per_rank)
         self.schedule: Schedule = self.orders.actions()
         # Split the layers into stages by their weights, which are relative costs, or as `split` says.
         require_split(split)
-        self.layers = list(map(without_wrappers, layer_list(layers)))
         self.layer_names = layer_names(self.layers, names_of_children(layers))
         self.layer_weights = _layer_weights(self.layers, split, options)
         placement = self.schedule.placement

@@ -8,6 +8,9 @@ from itertools import pairwise
 
 from penstock.errors import ScheduleError, shortened
 
+STYLES = ("line", "loop", "wave", "v", "bidirectional", "explicit")
+"""Names of placements."""
+
 
 @dataclass(frozen=True)
 class Placement:

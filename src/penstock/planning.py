@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from penstock.errors import ConfigError, ScheduleError, count_of
+from penstock.errors import ConfigError, PartitionError, ScheduleError, count_of
 from penstock.ir.live import peak_bytes
 from penstock.ir.operations import OPERATIONS, Group
 from penstock.ir.program import Program
@@ -26,7 +26,7 @@ from penstock.lowering import (
     lower,
     post_receives_late,
 )
-from penstock.partition.split import split_over
+from penstock.partition.split import count_stages, split_over
 from penstock.placement import Placement
 from penstock.proofs import NO_DEMAND, Demand, Proof, prove
 from penstock.schedules import build, find_family, is_family_name
@@ -35,6 +35,7 @@ from penstock.simulation.costs.equal_work import has_entry_per_rank, share_of_ra
 
 T = TypeVar("T", Schedule, Program)
 DEFAULT_MICROBATCHES = 8
+LAYERS_PER_STAGE = "layers_per_stage"
 ScheduleLike = str | Path | Schedule | Program
 """A family's name, the path of a file, a schedule, or a program."""
 _PLAIN = (int, float, str, bool, NoneType)
@@ -134,7 +135,7 @@ def prove_and_lower(
         return plan
     proof = prove(plan, demand)
     options: dict[str, Any] = {"tied_groups": tied_groups, "optimizer_step": optimizer_step, **asdict(sharding)}
-    program = lower(plan, messages, start=proof.start, **options)
+    program = lower(plan, transport=messages, start=proof.start, **options)
     if messages == COALESCED.name:
         program = _coalesced(program, proof)
     prove(program, replace(demand, residency=sharding.most_whole), transport=messages, earlier_proof=proof)
@@ -293,6 +294,20 @@ def few_microbatches(program: Program) -> str | None:
         f"{program.num_microbatches} microbatches for {num_stages} stages leave ranks idle for {bubble:.0%} of a step "
         f"(predicted for {program.name}, for stages that take equally long); use {num_stages} or more"
     )
+
+
+def count_stages_per_rank(schedule: ScheduleLike, num_layers: int, layers_per_stage: int, ranks: int) -> int:
+    """Return the stages of each rank where each stage has so many layers; those of both copies where there are two.
+
+    Raises:
+        ConfigError: the ranks cannot hold equally many stages, or there is no such family.
+    """
+    try:
+        num_stages = count_stages(num_layers, layers_per_stage, ranks)
+    except PartitionError as error:
+        raise ConfigError(str(error), key=LAYERS_PER_STAGE) from error
+    is_twice = is_family_name(schedule) and find_family(schedule).placement.startswith("bidirectional")
+    return num_stages // ranks * (2 if is_twice else 1)
 
 
 def resolve_plan(

@@ -32,6 +32,37 @@ def test_shards_need_a_mesh_with_replicas_on_the_device_of_the_stages():
         assert "it is of devices of kind 'meta', but the stages are on 'cpu'" in str(error)
 
 
+@pytest.mark.feature("F2")
+@pytest.mark.parametrize(
+    ("schedule", "layers_per_stage", "num_stages"),
+    [("1f1b", 4, 2), ("interleaved-1f1b", 2, 4), ("zbv", 2, 4), ("dualpipe", 4, 4), ("dualpipe", 7, 4)],
+)
+def test_stages_follow_from_the_layers_of_each(schedule, layers_per_stage, num_stages):
+    """The two copies of a model under `dualpipe` have two stages each."""
+
+    def case(wires):
+        options = {"transport": wires, "layers_per_stage": layers_per_stage}
+        return Pipeline(float_layers(num_layers=8), schedule, 4, square_loss, **options).schedule.num_stages
+
+    assert on_ranks(2, case) == [num_stages, num_stages]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"layers_per_stage": 3}, "3 layers per stage make 3 stages of 8 layers, no multiple of 2 ranks; use 2 or 4"),
+        ({"layers_per_stage": 4, "stages_per_rank": 1}, "goes without stages_per_rank"),
+        ({"layers_per_stage": 4, "split": [4, 4]}, "goes without split"),
+        ({"layers_per_stage": 0}, "1 or more layers"),
+    ],
+)
+def test_layers_per_stage_that_make_no_schedule_are_refused(options, told):
+    for error in on_ranks(2, lambda wires: error_of(Pipeline, float_layers(num_layers=8), transport=wires, **options)):
+        assert type(error) is ConfigError
+        assert error.key == "layers_per_stage"
+        assert told in str(error)
+
+
 def test_layers_are_built_when_all_replicas_are_known_to_be_set_up_alike():
     built = []
 

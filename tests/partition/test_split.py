@@ -5,9 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.partition.split import ParameterCounts, describe_split, split_layers, split_over, split_text
+from penstock.partition.split import (
+    ParameterCounts,
+    count_stages,
+    describe_split,
+    split_layers,
+    split_over,
+    split_text,
+)
 from penstock.placement import Placement
 from penstock.tables import Screen
+from tests.schedules.golden import cases
 
 
 def sizes(stages):
@@ -24,6 +32,24 @@ def test_an_even_split_covers_all_layers_in_order(num_layers, num_stages):
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     assert len(stages) == num_stages
     assert max(sizes(stages)) - min(sizes(stages)) <= 1
+
+
+@pytest.mark.feature("F2")
+def test_the_number_of_stages_is_what_torchtitan_computes():
+    """It counts the embedding and the head as layers, as lists of layers here do."""
+    for num_layers, layers_per_stage, num_ranks, num_stages in cases("stages"):
+        if num_stages is None:
+            with pytest.raises(PartitionError, match=rf"no multiple of {num_ranks} ranks"):
+                count_stages(num_layers, layers_per_stage, num_ranks)
+        else:
+            assert count_stages(num_layers, layers_per_stage, num_ranks) == num_stages
+
+
+def test_layers_per_stage_that_do_not_fit_are_refused_with_the_nearest_that_do():
+    with pytest.raises(PartitionError, match=r"^4 layers per stage make 3 stages of 10 layers, .* ranks; use 3 or 5$"):
+        count_stages(10, 4, 2)
+    with pytest.raises(PartitionError, match=r"no multiple of 4 ranks; use fewer ranks or more layers$"):
+        count_stages(3, 1, 4)
 
 
 @pytest.mark.feature("X15")

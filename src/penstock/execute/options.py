@@ -75,6 +75,8 @@ class PipelineOptions:
     """How messages travel: "posted" one by one, receives ahead of their use; "coalesced": those between two
     computations of a rank together, over one communicator instead of two, and none ahead; "rendezvous": a send waits
     until its receive is posted. The program is proved for it."""
+    layers_per_stage: int | None = None
+    """How many layers a stage has, in the mean, in place of `stages_per_rank`: so many stages there are."""
     variable_shapes: bool = False
     """Whether a stage's output may change shape between batches of one layout; costs a header per message."""
     deadline_s: float = DEFAULT_DEADLINE_S
@@ -165,6 +167,8 @@ class PipelineOptions:
         # Numbers in ranges, in most cases with None for no limit.
         is_seed = self.seed is None or (is_whole_number(self.seed, 0) and self.seed <= _MAX_SEED)
         require("seed", self.seed, is_seed, "a whole number from 0 to 2**63 - 1, or None")
+        is_number = self.layers_per_stage is None or is_whole_number(self.layers_per_stage, 1)
+        require("layers_per_stage", self.layers_per_stage, is_number, "1 or more layers, or None")
         is_limit = self.run_ahead is None or is_whole_number(self.run_ahead, 1)
         require("run_ahead", self.run_ahead, is_limit, "1 or more computations that the host may run ahead, or None")
         is_limit = self.data_warn_s is None or is_time(self.data_warn_s)

@@ -67,6 +67,24 @@ def split_over(
     return tuple(parts[position_of_stage[stage]] for stage in range(placement.num_stages))
 
 
+def count_stages(num_layers: int, layers_per_stage: int, num_ranks: int) -> int:
+    """Return how many stages of so many layers a model has; the last may have fewer (torchtitan's rule).
+
+    Raises:
+        PartitionError: the ranks cannot hold equally many of them; it names the nearest numbers of layers that fit.
+    """
+    num_stages = -(-num_layers // layers_per_stage)
+    if num_stages % num_ranks == 0:
+        return num_stages
+    fitting = [number for number in range(1, num_layers + 1) if -(-num_layers // number) % num_ranks == 0]
+    nearest_numbers = sorted(fitting, key=lambda number: abs(number - layers_per_stage))[:2]
+    fix = f"use {' or '.join(map(str, sorted(nearest_numbers)))}" if fitting else "use fewer ranks or more layers"
+    raise PartitionError(
+        f"{count_of(layers_per_stage, 'layer')} per stage make {count_of(num_stages, 'stage')} of "
+        f"{count_of(num_layers, 'layer')}, no multiple of {count_of(num_ranks, 'rank')}; {fix}"
+    )
+
+
 def split_layers(
     num_layers: int,
     num_stages: int,

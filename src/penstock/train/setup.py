@@ -17,7 +17,7 @@ from penstock.models import LayerSpec, embedding_names, saved_shapes
 from penstock.models.decoder import count_target_tokens
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
-from penstock.planning import resolve_plan
+from penstock.planning import count_stages_per_rank, resolve_plan
 from penstock.proofs import Limit, check
 from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
@@ -238,11 +238,17 @@ def build_plan(config: RunConfig) -> Schedule | Program:
             raise ConfigError(f"not an option of a schedule; set pipeline.{name}", key=f"pipeline.options.{name}")
     slices = {"slices": pipeline.slices} if pipeline.slices and is_family_name(pipeline.schedule) else {}
     try:
+        stages_per_rank = pipeline.stages_per_rank or None
+        if pipeline.layers_per_stage:
+            num_layers = len(build_layers(config, _some_vocabulary(config)))
+            stages_per_rank = count_stages_per_rank(
+                pipeline.schedule, num_layers, pipeline.layers_per_stage, pipeline.ranks
+            )
         plan = resolve_plan(
             pipeline.schedule,
             ranks=pipeline.ranks,
             microbatches=pipeline.microbatches,
-            stages_per_rank=pipeline.stages_per_rank or None,
+            stages_per_rank=stages_per_rank,
             options=pipeline.options | slices,
         )
     except ConfigError as error:

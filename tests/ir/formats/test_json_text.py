@@ -92,6 +92,7 @@ def test_what_is_no_json_is_refused_with_line_and_column(text, line, column):
         (["placement"], [], r"placement: \[\] is no object"),
         (["placement", "extra"], 1, r'placement: "extra" is no key'),
         (["placement", "style"], None, "placement.style: null is no text"),
+        (["placement", "style"], "lop", r'placement.style: "lop" is no style; expected line, .* Did you mean .*loop'),
         (["placement", "rank_of_stage", 0], -1, r"placement.rank_of_stage\[0\]: -1 does not fit"),
         (["placement", "routes", 0, 1], "1", r"placement.routes\[0\]\[1\]: \"1\" does not fit"),
         (["ranks"], {}, r"ranks: {} is no list"),

@@ -10,6 +10,16 @@ from tests.train.settings.tables import config_with, refusal_of, table_with
     ("sections", "key", "message"),
     [
         (
+            {"pipeline": {"layers_per_stage": 2, "stages_per_rank": 2}},
+            "pipeline.layers_per_stage",
+            "beside pipeline.stages_per_rank, which says the number of stages too",
+        ),
+        (
+            {"pipeline": {"messages": "coalesced"}, "debug": {"level": "values"}},
+            "pipeline.messages",
+            "beside debug.level = 'values', which sends a header with each message",
+        ),
+        (
             {"batch": {"size": 18}},
             "batch.size",
             "use 16 or 24, or set batch.allow_ragged = true, or pipeline.microbatches = 6",

@@ -22,7 +22,7 @@ from penstock.ir.formats.cells import MAX_NUMBER, Cells, cells_of, parse_cells, 
 from penstock.ir.hot import Int32s
 from penstock.ir.operations import Op
 from penstock.ir.table import Table
-from penstock.placement import Placement
+from penstock.placement import STYLES, Placement
 
 SCHEDULE_FORMAT = "penstock-schedule"
 PROGRAM_FORMAT = "penstock-program"
@@ -268,6 +268,9 @@ class JsonReader:
         ranks = self.numbers(parts["rank_of_stage"], "placement.rank_of_stage", MAX_NUMBER)
         routes = self.number_lists(parts["routes"], "placement.routes", max(len(ranks) - 1, 0))
         style = self.require(str, parts["style"], "placement.style", _TEXT)
+        if style not in STYLES:
+            problem = f"{_shown(style)} is no style; expected {', '.join(STYLES)}.{nearest(style, STYLES)}"
+            raise self.fail("placement.style", problem)
         try:
             return Placement(style, tuple(ranks), tuple(tuple(route) for route in routes))
         except ScheduleError as error:

@@ -141,6 +141,9 @@ def _pipeline_problems(config: Sections) -> Iterator[Problem]:
     if isinstance(pipeline.compile, str) and pipeline.compile not in COMPILERS:
         problem = f"no such backend: {shortened(pipeline.compile)}.{nearest(pipeline.compile, COMPILERS)}"
         yield "pipeline.compile", f"{problem} Use true, false, {' or '.join(map(repr, COMPILERS))}"
+    if pipeline.layers_per_stage and (pipeline.stages_per_rank or not isinstance(pipeline.split, str)):
+        other = "stages_per_rank" if pipeline.stages_per_rank else "split"
+        yield "pipeline.layers_per_stage", f"beside pipeline.{other}, which says the number of stages too; drop one"
     if pipeline.messages != "posted" and config.debug.level != "off":
         problem = f"{pipeline.messages!r} beside debug.level = {config.debug.level!r}, which sends a header with each"
         yield "pipeline.messages", f"{problem} message, one by one; change one of the two"

@@ -102,6 +102,8 @@ class PipelineSection(Section):
     """slices along the sequence per microbatch; 0: none, or as many as a schedule file has"""
     stages_per_rank: NotNegative = 0
     """stages that each rank holds; 0: as many as the schedule has by itself"""
+    layers_per_stage: NotNegative = 0
+    """layers of a stage, in the mean, in place of stages_per_rank; 0: as many as that number of stages makes"""
     split: Split = "declared"
     """'declared': even by the weights that layers declare; 'even': by their number; 'measured': by what they take; or a
     list of layers per stage"""
