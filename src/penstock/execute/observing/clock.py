@@ -127,9 +127,11 @@ def ask(
     transport: Transport, peer: int, question: torch.Tensor, answer: torch.Tensor, read: Callable[[], float]
 ) -> tuple[float, float]:
     """Send a question to a peer that calls `reply`; return when it left, and when `answer` had been filled."""
+    transport.begin_group()  # alone, the receive would hold the question up
     receipt = transport.post_receive(peer, answer)
     sent_s = read()
     sending = transport.post_send(peer, question)
+    transport.end_group()
     transport.wait(receipt)
     answer.tolist()  # on a GPU the wait only orders the stream
     received_s = read()

@@ -90,8 +90,10 @@ def _exchange(transport: Messages, ranks: Sequence[int], parts: Sequence[Sequenc
     """Send this rank's parts to all other holders, and fill theirs."""
     peer_parts = [(rank, tensors) for rank, tensors in zip(ranks, parts, strict=True) if rank != transport.rank]
     local_parts = parts[ranks.index(transport.rank)]
+    transport.begin_group()  # each holder sends first, so alone a send would wait for a receive behind another send
     sends = [transport.post_send(peer, tensor) for peer, _ in peer_parts for tensor in local_parts]
     receives = [transport.post_receive(peer, tensor) for peer, tensors in peer_parts for tensor in tensors]
+    transport.end_group()
     wait_for_all(transport, [*receives, *sends])
 
 
@@ -126,16 +128,20 @@ def _sums_of_dense(
     (None) counts as zeros. `likes` have the shapes and dtypes; `gradients[index]` is freed before its sum is yielded.
     """
     position, last_rank = ranks.index(transport.rank), ranks[-1]
-    first_sends: list[Ticket] = []
-    if position == 0:
-        # The first rank posts all its sends at once, and not group by group: so the next ranks can add up one group
-        # while the sums of the group before are on their way back to the first rank.
-        first_sends = [transport.post_send(ranks[1], _or_zeros(gradients[index], likes[index])) for index in indices]
     # A group of gradients goes along the chain together. It takes no more memory than the largest parameter.
-    for group in in_pieces(indices, lambda index: likes[index].nbytes, max(like.nbytes for like in likes)):
+    groups = list(in_pieces(indices, lambda index: likes[index].nbytes, max(like.nbytes for like in likes)))
+    first_sends: list[Ticket] = []
+
+    def send_first(group: Sequence[int]) -> list[Ticket]:
+        return [transport.post_send(ranks[1], _or_zeros(gradients[index], likes[index])) for index in group]
+
+    if position == 0 and groups:
+        first_sends = send_first(groups[0])
+    for number, group in enumerate(groups):
         # The sums need memory of their own. Two gradients may be views of one tensor, as autograd hands out, so that a
         # sum in the place of one gradient would change the other one.
         sums = [likes[index].new_empty(likes[index].shape) for index in group]
+        next_sends: list[Ticket] = []
         if position > 0:
             wait_for_all(transport, [transport.post_receive(ranks[position - 1], total) for total in sums])
             for index, total in zip(group, sums, strict=True):
@@ -145,10 +151,17 @@ def _sums_of_dense(
         else:
             if position > 0:
                 wait_for_all(transport, [transport.post_send(ranks[position + 1], total) for total in sums])
-            wait_for_all(transport, [transport.post_receive(last_rank, total) for total in sums])
+            # The first rank sends a group before it has the sums of the one before, so that the next ranks can add it
+            # up while these are on their way. Launched together with their receives, it does not hold them up.
+            transport.begin_group()
+            if position == 0 and number + 1 < len(groups):
+                next_sends = send_first(groups[number + 1])
+            receives = [transport.post_receive(last_rank, total) for total in sums]
+            transport.end_group()
+            wait_for_all(transport, receives)
         # A transport holds a sent tensor until its send was waited for.
-        wait_for_all(transport, first_sends[: len(group)])
-        del first_sends[: len(group)]
+        wait_for_all(transport, first_sends)
+        first_sends = next_sends
         for index, total in zip(group, sums, strict=True):
             gradients[index] = None
             yield index, total
