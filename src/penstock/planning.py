@@ -119,8 +119,8 @@ def prove_and_lower(
     A schedule has the forwards and backwards of each rank in order; a program has the messages and collectives, too. A
     `plan` that is a program already is proved and returned as it is, but it must suit the other arguments. `demand` is
     the limit of memory. `tied_groups` has the stages that hold copies of one parameter, per parameter. `sharding` says
-    whether replicas shard parameters. `messages` is the transport model of the proofs; under "coalesced" the program
-    that is made launches the messages between two computations of a rank together.
+    whether replicas shard parameters. `messages` is the transport model of the proofs; under "coalesced" the messages
+    between two computations of a rank are launched together, also in a given program that has no groups.
 
     Raises:
         ScheduleError: if a proof fails; it lists every violation.
@@ -128,6 +128,8 @@ def prove_and_lower(
             does not gather what shall be sharded.
     """
     if isinstance(plan, Program):
+        if messages == COALESCED.name and not plan.has_groups:
+            plan = coalesce_messages(plan)  # else the proof would have groups, and the step none
         # The user's program may have more stages gathered at once than `sharding` says: its memory is proved as it is.
         facts = prove(plan, demand, transport=messages).facts
         _require_gathers(plan, sharding)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.instruction import Op
-from penstock.lowering import Sharding, lower
+from penstock.ir.operations import IS_MESSAGE
+from penstock.lowering import Sharding, coalesce_messages, lower, post_receives_late
 from penstock.planning import (
     RecentTables,
     few_microbatches,
@@ -113,6 +114,29 @@ def test_a_program_that_gathers_runs_as_it_is_and_one_that_does_not_is_refused_w
         prove_and_lower(gathers, sharding=Sharding("full", units=((0, 2),)))
     with pytest.raises(ConfigError, match="never gathers stage 0"):
         prove_and_lower(lower(schedule.forward_only()), sharding=full)
+
+
+@pytest.mark.feature("C1")
+def test_messages_that_are_coalesced_are_in_groups_in_a_given_program_too():
+    """Else the proof would take those between two computations for a group, and the step would launch each alone."""
+    schedule = build("1f1b", ranks=3, microbatches=4)
+    late = post_receives_late(lower(schedule, "coalesced"))
+    grouped = coalesce_messages(late)
+
+    assert prove_and_lower(late, messages="coalesced") == grouped != late
+    assert prove_and_lower(grouped, messages="coalesced") is grouped
+    assert prove_and_lower(late) is late
+
+
+@pytest.mark.feature("C1")
+@pytest.mark.parametrize("is_forward_only", [False, True])
+def test_messages_with_gathers_between_them_are_proved_as_the_groups_that_run(is_forward_only):
+    schedule = build("chimera", ranks=2, microbatches=2)
+    schedule = schedule.forward_only() if is_forward_only else schedule
+
+    program = prove_and_lower(schedule, sharding=Sharding("full", residency=1, look_ahead=0), messages="coalesced")
+
+    assert ((program.group > 0) == IS_MESSAGE[program.op]).all()
 
 
 @pytest.mark.slow

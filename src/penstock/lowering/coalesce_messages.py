@@ -2,14 +2,14 @@
 
     Before: 1F2 1SEND_F2 1RECV_B0 1RECV_F3 1B0       group  0 0 0 0 0
     by rank: the same rows                           group  0 1 1 1 0
-    by peer: the same rows                           group  0 1 1 0 0
+    by peer: the same rows                           group  0 1 1 2 0
 
 By rank is one batch for all neighbours, as interleaving needs. By peer, a send and the receives of one neighbour are
 launched together: the batches of Megatron-LM's `send_forward_recv_backward` and of PiPPy. One communicator then serves
 both directions, where messages that are posted one by one need two: a receive that waits would hold up the sends behind
 it in the queue of the device. The price is that nothing is posted ahead.
 
-A message that nothing is launched with stays alone, in group 0.
+A message that nothing is launched with is a group by itself, so that the groups of a program are never in doubt.
 """
 
 from itertools import pairwise
@@ -52,9 +52,6 @@ def coalesce_messages(program: Program, by: str = BY_RANK) -> Program:
 
 
 def _numbered(first_row: Int64s, is_message: Bools) -> Int32s:
-    """[num_rows] number from 1 the runs of two or more messages with one `first_row`; 0 for all other rows."""
-    follows = np.zeros(len(first_row), np.bool_)
-    follows[1:] = is_message[1:] & (first_row[1:] == first_row[:-1])
-    is_grouped = follows.copy()
-    is_grouped[:-1] |= follows[1:]
-    return np.where(is_grouped, np.cumsum(is_grouped & ~follows), 0).astype(np.int32)
+    """[num_rows] number from 1 the runs of messages with one `first_row`; 0 for all other rows."""
+    begins = is_message & (np.diff(first_row, prepend=-1) != 0)
+    return np.where(is_message, np.cumsum(begins), 0).astype(np.int32)
