@@ -134,10 +134,11 @@ def test_ctrl_c_ends_a_construction_at_once_and_the_next_one_works():
 def test_wrong_options_give_way_to_the_defaults_until_all_ranks_have_heard_of_them():
     wires = LocalTransport.create(1, 1.0)[0]
 
-    joined = join("x", {"transport": wires, "seed": -1, "warmup": 3})
+    joined = join("x", {"transport": wires, "seed": -1, "warmup": 3, "messages": "coalesced"})
 
     assert joined.transport is wires
     assert joined.options.seed is None
+    assert joined.options.coalesces  # as the other ranks, with which it could not connect a device otherwise
     assert isinstance(error_of(joined.together, list), ConfigError)
     assert str(error_of(make, ranks=2)) == (
         "ranks: 2, but the pipeline has 1 rank here; start them with torchrun --nproc-per-node 2, or leave it out"

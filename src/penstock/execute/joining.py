@@ -21,6 +21,7 @@ from penstock.execute.transport.places import DATA, Places
 from penstock.execute.transport.protocol import Transport, is_transport
 from penstock.execute.transport.torch_dist import TorchTransport
 from penstock.execute.transport.world import default_transport, ranks_of
+from penstock.ir.transports import COALESCED, POSTED
 
 T = TypeVar("T")
 
@@ -151,7 +152,7 @@ def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mes
         if refusal is not None:
             raise refusal from error
         raise
-    refusal = refusal or _wrong_number(ranks, places.pipeline.num_ranks)
+    refusal = refusal or _wrong_number(ranks, places.pipeline.num_ranks) or _wrong_transport(options, places.pipeline)
     # A pipeline of this rank alone, beside other ranks, is refused as a mistake later, unless the caller asks for it.
     return Joined(
         options,
@@ -175,6 +176,13 @@ def _require_mesh_alone(group: dist.ProcessGroup | None, options: PipelineOption
         )
 
 
+def _wrong_transport(options: PipelineOptions, transport: Transport) -> ConfigError | None:
+    if options.coalesces or not getattr(transport, "launches_groups", False):
+        return None
+    problem = f"{options.messages!r}, but the transport launches messages in groups, over one communicator"
+    return ConfigError(f"{problem}; give 'coalesced', or a transport without coalesces=True", key="messages")
+
+
 def _wrong_number(ranks: int | None, num_ranks: int) -> ConfigError | None:
     if ranks in (None, num_ranks):
         return None
@@ -186,9 +194,10 @@ def _wrong_number(ranks: int | None, num_ranks: int) -> ConfigError | None:
 
 
 def _options_to_join(keywords: Mapping[str, Any]) -> PipelineOptions:
-    """Return the transport and the deadline of options that were refused, as far as these two are right."""
+    """Return what connects this rank of options that were refused, as far as it is right."""
     transport, deadline_s = keywords.get("transport"), keywords.get("deadline_s")
     return PipelineOptions(
         transport=transport if is_transport(transport) else None,
+        messages=COALESCED.name if keywords.get("messages") == COALESCED.name else POSTED.name,
         deadline_s=float(deadline_s) if deadline_s is not None and is_time(deadline_s) else DEFAULT_DEADLINE_S,
     )

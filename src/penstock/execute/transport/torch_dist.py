@@ -46,6 +46,8 @@ _MEETING_PREFIX = "penstock"
 """Prefix of the keys by which the ranks of a group meet in its store."""
 _MESH = "mesh"
 """The word that stands in the place of a kind of device before a text about meshes."""
+_IN_GROUPS = "+groups"
+"""Behind a kind of device whose messages go in groups."""
 
 
 class TorchTransport(OverLinks):
@@ -79,7 +81,7 @@ class TorchTransport(OverLinks):
         Raises:
             PipelineError: there is no process group.
             PeerLost, DeadlineExceeded: a rank does not come, or cannot be reached.
-            ConfigError: the ranks compute on different kinds of devices.
+            ConfigError: the ranks compute on different kinds of devices, or only some of them coalesce.
         """
         process_group = group or dist.group.WORLD
         if process_group is None:
@@ -97,7 +99,8 @@ class TorchTransport(OverLinks):
         # Connections: `_connect` below makes them; an abort drops them until the next recovery.
         self._sockets = NO_SOCKETS
         self._backends: list[Backend] = []
-        self._coalesces = coalesces
+        self.launches_groups = coalesces and bool(self._queued_tags)
+        """Whether messages go between accelerators in groups, and so only as the proof `coalesced` has found to end."""
         self._groups: MessageGroups | None = None
         """Groups of messages between accelerators; None where messages are launched one by one."""
         self._sums: Backend | None = None
@@ -204,7 +207,7 @@ class TorchTransport(OverLinks):
         others, and the backend of an accelerator connects the devices.
 
         Raises:
-            ConfigError: on every rank alike, the ranks compute on different kinds of devices.
+            ConfigError: on every rank alike, the ranks compute on different kinds of devices, or some alone coalesce.
             PeerLost, DeadlineExceeded: a rank does not come, or cannot be reached.
         """
         begin_s, store = running_s(), rendezvous.enter()
@@ -215,7 +218,8 @@ class TorchTransport(OverLinks):
         try:
             with ExitStack() as stack:
                 listener = Listener(stack, is_wanted=bool(self._direct_tags))
-                texts = exchange(ADDRESSES, f"{self._device.type} {listener.address_text()}")
+                kind = f"{self._device.type}{_IN_GROUPS if self.launches_groups else ''}"
+                texts = exchange(ADDRESSES, f"{kind} {listener.address_text()}")
                 kinds, addresses = zip(*(text.split(" ", 1) for text in texts), strict=True)
                 _require_one_kind(kinds)
                 self._sockets = connect_all(
@@ -254,12 +258,12 @@ class TorchTransport(OverLinks):
             for peer, tag in product(peers, Tag):
                 self._links[peer, tag] = BackendLink(peer, tag, backend, backend, self._gloo_waiter.message)
         if self._queued_tags:
-            names = ["messages"] if self._coalesces else [UPWARD, DOWNWARD]
+            names = ["messages"] if self.launches_groups else [UPWARD, DOWNWARD]
             names += ["sums"] if self.sums_on_devices else []
             backends = dict(zip(names, connect_devices(*group, self._device, self.deadline_s, names), strict=True))
             self._backends += backends.values()
             self._sums = backends.get("sums")
-            if self._coalesces:
+            if self.launches_groups:
                 self._groups = MessageGroups(backends["messages"])
             for peer in peers:
                 self._links[peer, Tag.DATA] = self._device_link(peer, backends)
@@ -312,14 +316,19 @@ def meet_with_meshes(mesh_text: str, deadline_s: float) -> list[str]:
 
 
 def _require_one_kind(kinds: Sequence[str]) -> None:
-    """Make sure that all ranks compute on one kind of device: others are connected by other backends."""
+    """Make sure that all ranks compute on one kind of device, with messages of one way: others have other backends."""
     if 0 < kinds.count(_MESH) < len(kinds):
         with_mesh, without = kinds.index(_MESH), next(rank for rank, kind in enumerate(kinds) if kind != _MESH)
         raise ConfigError(f"rank {with_mesh} was given a mesh, rank {without} none; give all ranks one", key=_MESH)
-    odd_ranks = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
+    devices = [kind.removesuffix(_IN_GROUPS) for kind in kinds]
+    odd_ranks = [rank for rank, device in enumerate(devices) if device != devices[0]]
     if odd_ranks:
         raise ConfigError(
-            f"the ranks compute on devices of different kinds: rank 0 on {kinds[0]}, rank {odd_ranks[0]} on "
-            f"{kinds[odd_ranks[0]]}; give all ranks one kind",
+            f"the ranks compute on devices of different kinds: rank 0 on {devices[0]}, rank {odd_ranks[0]} on "
+            f"{devices[odd_ranks[0]]}; give all ranks one kind",
             key="device",
         )
+    if len(set(kinds)) > 1:
+        in_groups = [kind.endswith(_IN_GROUPS) for kind in kinds]
+        problem = f"rank {in_groups.index(True)} launches messages in groups, rank {in_groups.index(False)} does not"
+        raise ConfigError(f"{problem}; give 'coalesced' on all ranks or on none", key="messages")
