@@ -9,7 +9,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import program as program_module
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.program import NewRows, Program
-from penstock.lowering import coalesce_messages, lower
+from penstock.lowering import coalesce_messages, lower, post_receives_ahead, post_receives_late
 from penstock.placement import Placement
 from penstock.schedules import build
 
@@ -124,6 +124,14 @@ def test_a_group_lies_between_two_other_rows_of_one_rank():
 
     with pytest.raises(ScheduleError, match=r"group 1 is out of range; expected a number of a group whose rows follow"):
         program.with_groups(apart)
+
+
+def test_an_order_that_takes_a_group_apart_is_refused():
+    grouped = coalesce_messages(post_receives_late(lower(build("1f1b", ranks=4, microbatches=4), "coalesced")))
+
+    with pytest.raises(ScheduleError, match="expected a number of a group whose rows follow each other on one rank"):
+        post_receives_ahead(grouped)
+    assert Program.from_json(coalesce_messages(grouped, "peer").to_json()) == coalesce_messages(grouped, "peer")
 
 
 def test_groups_make_another_program_and_no_groups_the_same():

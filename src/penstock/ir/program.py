@@ -125,13 +125,20 @@ class Program(Table):
         return [self.instruction(row) for row in self._rows_of_rank(rank)]
 
     def reordered(self, orders: Iterable[Ints]) -> "Program":
-        """Return the same instructions in another order: for each rank the positions at which they are now."""
+        """Return the same instructions in another order: for each rank the positions at which they are now.
+
+        Raises:
+            ScheduleError: the order takes a group of messages apart; `with_groups` of zeros before it dissolves groups.
+        """
         # Before lowering is done, several columns are 0 everywhere: in any order they are the same.
         columns = {name: np.empty_like(column) for name in self.COLUMNS if (column := getattr(self, name)).any()}
         for (begin, end), order in zip(pairwise(self.offsets.tolist()), orders, strict=True):
             for name, column in columns.items():  # another mode than "raise" writes to `out` without a copy between
                 getattr(self, name)[begin:end].take(order, out=column[begin:end], mode="clip")
-        return self._with(**columns)
+        program = self._with(**columns)
+        if self.has_groups:
+            program._require_groups()
+        return program
 
     def with_slots(self, slot: Ints) -> "Program":
         """Return the same instructions with other slots."""

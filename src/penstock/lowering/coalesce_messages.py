@@ -48,7 +48,8 @@ def coalesce_messages(program: Program, by: str = BY_RANK) -> Program:
         order = np.argsort(first_row, kind="stable")
         orders.append(order)
         groups.append(_numbered(first_row[order], is_message[order]))
-    return program.reordered(orders).with_groups(np.concatenate(groups))
+    ungrouped = program.with_groups(np.zeros(program.num_rows, np.int32))
+    return ungrouped.reordered(orders).with_groups(np.concatenate(groups))
 
 
 def _numbered(first_row: Int64s, is_message: Bools) -> Int32s:
