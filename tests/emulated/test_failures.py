@@ -48,6 +48,27 @@ def test_a_layer_that_raises_is_named_and_the_next_step_is_right(emulated, run_a
     expect_right_steps_around(emulated, found)
 
 
+@pytest.mark.feature("C1")
+@pytest.mark.parametrize(
+    ("kind", "culprit", "messages"),
+    [
+        ("raises", 1, "coalesced"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("late", 1, "coalesced"), ("late", 2, "coalesced"), ("raises", 1, "rendezvous")]
+        ),
+    ],
+)
+def test_a_failure_between_groups_is_named_and_the_next_step_is_right(emulated, kind, culprit, messages):
+    """A group ends as a whole, so a rank may wait for a message of one peer since another one is late."""
+    failing = Failing(kind, "backward", culprit=culprit, messages=messages)
+
+    found = run(emulated, failing)
+
+    expect_named(found, culprit)
+    expect_right_steps_around(emulated, found, failing)
+
+
 @pytest.mark.feature("X6")
 @pytest.mark.slow
 def test_ranks_of_other_hosts_name_by_their_deadline_whom_ranks_on_cpus_name(emulated):
