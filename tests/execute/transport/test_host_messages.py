@@ -1,9 +1,15 @@
 """Messages between devices that go by their hosts fill their tensors once they are waited for."""
 
+import gc
+from weakref import ref
+
 import torch
 
 from penstock.execute.transport.host_messages import HostMessages
+from penstock.execute.transport.local import LocalTransport
+from penstock.execute.transport.messages import Messenger
 from penstock.execute.transport.protocol import Tag
+from penstock.ir.transports import COALESCED
 from tests.support.local_pipelines import on_ranks
 
 
@@ -38,3 +44,17 @@ def test_they_travel_apart_from_the_messages_of_devices():
         return received.item()
 
     assert on_ranks(2, case)[1] == 1.0
+
+
+def test_a_failure_frees_the_tensors_of_receives_that_nobody_has_waited_for():
+    messenger = Messenger(LocalTransport.create(2, 1.0)[0], torch.device("cuda"), model=COALESCED)
+    messenger.begin("a layout")
+    tensor = torch.zeros(1)
+    messenger.receiver.carrier.post_receive(1, tensor)
+    tensor_ref = ref(tensor)
+    del tensor
+
+    messenger.reset()
+
+    gc.collect()
+    assert tensor_ref() is None

@@ -38,3 +38,7 @@ class HostMessages:
         if ticket.serial in self._copies:
             tensor, copy = self._copies.pop(ticket.serial)
             tensor.copy_(copy)
+
+    def forget(self) -> None:
+        """Forget all receives, as after a failure."""
+        self._copies.clear()

@@ -118,6 +118,8 @@ class Messenger:
         """Forget all messages and agreements, as after a failure."""
         for part in (self.layouts, self.sender, self.receiver):
             part.forget()
+        if self._by_hosts is not None:
+            self._by_hosts.forget()
 
 
 class Sender:
