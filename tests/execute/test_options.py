@@ -1,6 +1,7 @@
 """Options of a pipeline and options of its schedule."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_a_misspelt_option_names_the_nearest_of_either_and_an_old_one_those_that
 
 WRONG = {
     "deadline_s": [0, "60", 1e9, math.inf, math.nan],
-    "transport": ["gloo", 3],
+    "transport": ["gloo", 3, SimpleNamespace(rank=0, num_ranks=1)],
     "device": ["gpu", object()],
     "count": [3],
     "reduce_stage": ["stage"],

@@ -17,7 +17,7 @@ from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.observer import Observer
 from penstock.execute.overlap import Overlap
 from penstock.execute.parameters.gradient_store import MAIN_GRAD
-from penstock.execute.transport.protocol import Transport, is_transport
+from penstock.execute.transport.protocol import Transport, missing_members
 from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, POSTED, RENDEZVOUS, TransportModel, find_transports
 
@@ -137,8 +137,9 @@ class PipelineOptions:
         """
         # Connections, device and compiler.
         require("deadline_s", self.deadline_s, is_time(self.deadline_s), TIME_RULE)
-        has_transport = self.transport is None or is_transport(self.transport)
-        require("transport", self.transport, has_transport, "a penstock Transport, or None")
+        missing = [] if self.transport is None else missing_members(self.transport)
+        expected = f"None, or a penstock Transport, which has {', '.join(missing)}"
+        require("transport", self.transport, not missing, expected)
         require_device(self.device)
         is_name = isinstance(self.compile, bool | str)
         require("compile", self.compile, is_name, "True, False or the name of a backend of torch.compile")

@@ -128,9 +128,14 @@ def wait_for_all(transport: Messages, tickets: Iterable[Ticket]) -> None:
 _MEMBERS = [name for kind in (Messages, Transport) for name in (*kind.__annotations__, *vars(kind)) if name[0] != "_"]
 
 
+def missing_members(value: object) -> list[str]:
+    """Return what a transport has and an object lacks."""
+    return [name for name in _MEMBERS if not hasattr(value, name)]
+
+
 def is_transport(value: object) -> TypeGuard[Transport]:
     """Whether an object has what a transport has, be it by `__getattr__`, which isinstance overlooks in Python 3.12."""
-    return all(hasattr(value, name) for name in _MEMBERS)
+    return not missing_members(value)
 
 
 def peer_lost(names: RankNames, rank: int, ticket: Ticket, waited_s: float, reason: str) -> PeerLost:
