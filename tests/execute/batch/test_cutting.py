@@ -71,9 +71,6 @@ def test_specs_choose_the_dimension_or_replicate():
     assert parts[3].kwargs["w"].tolist() == [6.0, 7.0]
 
 
-REPLICATED = (None, Replicate())
-
-
 @pytest.mark.feature("A3")
 @pytest.mark.parametrize(
     ("args", "specs", "message"),
@@ -87,14 +84,19 @@ REPLICATED = (None, Replicate())
         ((rows(4),), {1: Split()}, r"args: the spec names 1"),
         ((rows(4),), Split, r"args: the spec <class .*Split'> does not fit"),
         ((rows(0),), None, "has 0 rows"),
-        ((rows(2), PreSplit([1, 2, 3, 4])), REPLICATED, r"args\[1\]: PreSplit holds 4 parts for 2 microbatches"),
     ],
 )
 def test_wrong_inputs_are_errors_that_name_the_place(args, specs, message):
     with pytest.raises(PipelineError, match=message):
-        split_batch(args, {}, None, num_microbatches=2, specs=BatchSpec(args=specs), takes_any_size=len(args) == 2)
+        split_batch(args, {}, None, num_microbatches=2, specs=BatchSpec(args=specs))
     with pytest.raises(PipelineError, match="num_microbatches is 0"):
         split_batch((rows(4),), {}, None, num_microbatches=0)
+
+
+def test_fewer_microbatches_than_parts_are_refused_though_their_rows_do_not_count():
+    images, specs = PreSplit([1, 2, 3, 4]), BatchSpec(args=(None, Replicate()))
+    with pytest.raises(PipelineError, match=r"args\[1\]: PreSplit holds 4 parts for 2 microbatches"):
+        split_batch((rows(2), images), {}, None, num_microbatches=4, specs=specs, takes_any_size=True)
 
 
 # ---- signatures
