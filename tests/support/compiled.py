@@ -18,6 +18,8 @@ def row_of(program, text, rank=0):
 class SayingMessenger:
     """Notes what it is asked to do."""
 
+    launches_groups = False
+
     def __init__(self, said):
         self._said = said
 
