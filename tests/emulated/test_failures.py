@@ -66,7 +66,7 @@ def test_a_failure_between_groups_is_named_and_the_next_step_is_right(emulated, 
     found = run(emulated, failing)
 
     expect_named(found, culprit)
-    expect_right_steps_around(emulated, found, failing)
+    expect_right_steps_around(emulated, found)
 
 
 @pytest.mark.feature("X6")

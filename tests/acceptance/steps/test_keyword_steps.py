@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PipelineError, StepRefused
-from penstock.execute.transport import LocalTransport, messages
+from penstock.execute.transport import LocalTransport, headers
 from penstock.pipeline import Pipeline
 from tests.random_models.wrappers import Checkpointed
 from tests.support.local_pipelines import (
@@ -179,18 +179,18 @@ class Last(Shifted):
 
 def counted_soak(monkeypatch, numbers_of, num_steps=120):
     """The losses, how many headers and messages were sent, and how many bytes Python holds more after 40 steps."""
-    headers, sends, held = [], itertools.count(), {}
-    encode, post_send = messages.encode_layout, LocalTransport.post_send
+    trees, sends, held = [], itertools.count(), {}
+    encode, post_send = headers.encode_layout, LocalTransport.post_send
 
     def count_headers(tree):
-        headers.append(tree)
+        trees.append(tree)
         return encode(tree)
 
     def count_sends(transport, peer, tensor, *tag):
         next(sends)
         return post_send(transport, peer, tensor, *tag)
 
-    monkeypatch.setattr(messages, "encode_layout", count_headers)
+    monkeypatch.setattr(headers, "encode_layout", count_headers)
     monkeypatch.setattr(LocalTransport, "post_send", count_sends)
 
     def numbers(index):
@@ -211,7 +211,7 @@ def counted_soak(monkeypatch, numbers_of, num_steps=120):
     finally:
         tracemalloc.stop()
     growths = [after - before for before, after in itertools.pairwise(held.values())]
-    return losses, len(headers), next(sends), min(growths)  # caches grow now and then, what each step leaves always
+    return losses, len(trees), next(sends), min(growths)  # caches grow now and then, what each step leaves always
 
 
 @pytest.mark.slow
