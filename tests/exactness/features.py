@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-import penstock as ps
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.models import Skip
 from tests.support.local_pipelines import IGNORED, VOCABULARY, WIDTH, block, count_tokens, settle, token_loss
 from tests.support.own_weight_gradients import Fused, Plain, layers_of
+from tests.support.using import AskingProduct
 
 FLOAT64 = torch.float64
 LENGTH = 6
@@ -81,23 +81,6 @@ class DictEnd(DictBlock):
         return self.inner(state["hidden"]) / state["depth"]
 
 
-class Asking(torch.autograd.Function):
-    """A product of activations and a weight whose backward asks which half is wanted."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
-        of_hidden = gradient @ weight.t() if ps.wants_input_gradient(ctx) and ctx.needs_input_grad[0] else None
-        if not ps.wants_weight_gradient(ctx):
-            return of_hidden, None
-        return of_hidden, hidden.flatten(0, -2).t() @ gradient.flatten(0, -2)
-
-
 class Squared(torch.autograd.Function):
     """A function of a weight alone."""
 
@@ -121,7 +104,7 @@ class Custom(nn.Module):
         self.vector = nn.Parameter(torch.empty(WIDTH, dtype=FLOAT64))
 
     def forward(self, x):
-        return Asking.apply(self.inner(x), self.weight) + Squared.apply(self.vector)
+        return AskingProduct.apply(self.inner(x), self.weight) + Squared.apply(self.vector)
 
 
 class LowRank(nn.Module):

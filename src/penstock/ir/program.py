@@ -218,7 +218,7 @@ class Program(Table):
         keys = self.rank_of_row[rows].astype(np.int64) << 32 | self.group[rows]
         begins = np.flatnonzero((np.diff(keys, prepend=-1) != 0) | (np.diff(rows, prepend=-2) != 1))
         first_begins = begins[np.unique(keys[begins], return_index=True)[1]]
-        again = np.setdiff1d(begins, first_begins)
+        again = begins[~np.isin(begins, first_begins)]
         if len(again):
             expected = "of a group whose rows follow each other on one rank, with nothing between them"
             raise self._wrong_number(int(rows[again[0]]), "group", expected)

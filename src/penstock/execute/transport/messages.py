@@ -30,7 +30,7 @@ from penstock.execute.values.tree import flatten
 from penstock.execute.values.version_guard import VersionGuard
 from penstock.ir.transports import COALESCED, POSTED, RENDEZVOUS, TransportModel
 
-_NO_KEY = (0, 0, 0)
+_NO_KEY = (-1, 0, 0)
 """Key of messages that no stage takes."""
 
 
@@ -211,7 +211,7 @@ class Sender:
         return self.device_queue is None or all(map(self.device_queue.has_left, message.tickets))
 
     def _send(self, peer: int, tensors: Sequence[Tensor], key: PassKey) -> None:
-        if self.ready_tags is not None and self._layouts.is_static and key is not _NO_KEY:
+        if self.ready_tags is not None and self._layouts.is_static and key != _NO_KEY:
             self.ready_tags.await_receive(peer)
         # The transport keeps the tensors until their tickets have been waited for.
         tickets = []

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.execute.transport.protocol import Messages, Tag, Ticket
+from penstock.execute.transport.protocol import Messages, Tag, Ticket, wait_for_all
 
 
 class ReadyTags:
@@ -27,8 +27,7 @@ class ReadyTags:
 
     def finish(self) -> None:
         """Wait until all tags have left."""
-        for ticket in self._sent:
-            self._transport.wait(ticket)
+        wait_for_all(self._transport, self._sent)
         self._sent.clear()
 
     def forget(self) -> None:
