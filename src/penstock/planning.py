@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.errors import ConfigError, PartitionError, ScheduleError, count_of
 from penstock.ir.live import peak_bytes
-from penstock.ir.operations import OPERATIONS, Group
+from penstock.ir.operations import UPDATES_WEIGHTS
 from penstock.ir.program import Program
 from penstock.ir.reading import read_file
 from penstock.ir.schedule import Schedule
@@ -204,7 +204,7 @@ def _require_fit(
     if program.is_forward_only:
         return
     groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
-    has_step = any(OPERATIONS[op].group is Group.PIPELINE for op in program.ops)
+    has_step = bool(len(program.rows_of(UPDATES_WEIGHTS)))
     if omits_reductions:
         problem, fix = "omits the reductions of its gradients", "lower its schedule with penstock.lower"
     elif program.tied_groups != groups:

@@ -196,6 +196,8 @@ class Operation:
     """The value that a send or receive moves."""
     is_of_stage: bool = False
     """Whether it names a stage alone, no microbatch."""
+    updates_weights: bool = False
+    """Whether it takes the optimizer step."""
     needs_backward: bool = False
     """Whether it belongs to training: it makes no sense without a backward before it."""
     is_in_torch: bool = True
@@ -296,7 +298,13 @@ OPERATIONS: dict[Op, Operation] = {
     Op.REDUCE_GRADIENT: _reduce("REDUCE_GRAD", "Reduce gradients", Group.REPLICAS),
     Op.REDUCE_TIED: _reduce("REDUCE_TIED", "Reduce tied gradients", Group.TIED, is_in_torch=False),
     Op.OPTIMIZER_STEP: _of_stage(
-        "STEP", "Optimizer step", Lane.COLLECTIVE, Group.PIPELINE, needs_backward=True, is_in_torch=False
+        "STEP",
+        "Optimizer step",
+        Lane.COLLECTIVE,
+        Group.PIPELINE,
+        updates_weights=True,
+        needs_backward=True,
+        is_in_torch=False,
     ),
     Op.RECOMPUTE: Operation(
         text="R",
@@ -341,6 +349,7 @@ IS_RECEIVE = flags_where(lambda operation: operation.lane is Lane.RECEIVE)
 IS_MESSAGE = IS_SEND | IS_RECEIVE
 IS_COPY = flags_where(lambda operation: operation.lane is Lane.COPY)
 NAMES_MICROBATCH = flags_where(lambda operation: not operation.is_of_stage)
+UPDATES_WEIGHTS = flags_where(lambda operation: operation.updates_weights)
 NEEDS_BACKWARD = flags_where(lambda operation: operation.needs_backward)
 IS_IN_TORCH = flags_where(lambda operation: operation.is_in_torch)
 RUNS_FORWARD = flags_where(lambda operation: operation.runs_forward)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import OPERATIONS, Group, Lane, Op
+from penstock.ir.operations import OPERATIONS, UPDATES_WEIGHTS, Lane, Op
 from penstock.ir.timeline import Timeline
 from penstock.show.palette import COLLECTIVE_COLOUR, COPY_COLOUR
 
@@ -25,7 +25,7 @@ FOOT = 0.17
 _SORT_OF_LANE = {Lane.COLLECTIVE: COLLECTIVE, Lane.COPY: COPY}
 _SORT_OF_OP = np.array([_SORT_OF_LANE.get(OPERATIONS[op].lane, -1) for op in Op])
 """The sort of each operation's bars; -1 for an operation that is no bar."""
-_SORT_OF_OP[[op for op in Op if OPERATIONS[op].group is Group.PIPELINE]] = OPTIMIZER_STEP
+_SORT_OF_OP[UPDATES_WEIGHTS] = OPTIMIZER_STEP
 
 
 @dataclass(frozen=True, slots=True, eq=False)

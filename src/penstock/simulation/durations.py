@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.collectives import GATHERS, REDUCES_REPLICAS
 from penstock.ir.hot import blocks
-from penstock.ir.operations import IS_COMPUTE, IS_COPY, NUM_OPS, OPERATIONS, Group, Kind, Lane, Op
+from penstock.ir.operations import IS_COMPUTE, IS_COPY, NUM_OPS, OPERATIONS, UPDATES_WEIGHTS, Group, Kind, Lane, Op
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.ir.whole import is_sharded, sums_of_units
@@ -50,7 +50,7 @@ def seconds_of_ops(table: Table, costs: Costs) -> NDArray[np.float64]:
     for op, name in FIELD_OF_OP.items():
         if op not in BESIDE:
             seconds[op] = costs.per_stage(name, table.num_stages)
-        if OPERATIONS[op].group is Group.PIPELINE:
+        if UPDATES_WEIGHTS[op]:
             seconds[op] = _sums_of_ranks(table.placement, seconds[op])
     return seconds
 

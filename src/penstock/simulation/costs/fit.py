@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.awaits import gather_of_row
 from penstock.ir.deps import NONE
-from penstock.ir.operations import OPERATIONS, Group, Kind, Op
+from penstock.ir.operations import UPDATES_WEIGHTS, Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import data_ready_s
@@ -223,7 +223,7 @@ def _special_channels(transfers: Transfers, latencies_s: Floats, speeds: Floats,
 def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
     """Return the seconds of each rank's optimizer step, shared equally by its stages."""
     program: Program = timelines[0].program
-    rows = program.rows_of(np.array([OPERATIONS[op].group is Group.PIPELINE for op in Op]))
+    rows = program.rows_of(UPDATES_WEIGHTS)
     if not len(rows):
         return (0.0,)
     seconds = np.median([timeline.end_s[rows] - timeline.start_s[rows] for timeline in timelines], axis=0)
