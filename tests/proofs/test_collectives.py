@@ -157,3 +157,38 @@ def test_orders_that_cross_over_three_ranks_are_refused():
     error = assert_refused(broken, "0REDUCE_TIED2", "one order")
     assert "rank 1 runs" in error.violations[0].problem
     assert "rank 2 runs" in error.violations[0].problem
+
+
+WAITING = lower(build("1f1b", ranks=3, microbatches=4), barriers=True)
+
+
+@pytest.mark.feature("B15")
+def test_a_barrier_that_a_rank_lacks_is_refused():
+    last = max(index for index, row in enumerate(WAITING[1]) if row.op is Op.BARRIER)
+    broken = edited(WAITING, lambda orders: orders[1].pop(last))
+
+    assert_refused(broken, (1, len(broken[1]), ""), "a barrier is missing", "waits for all ranks", "Add it on rank 1")
+
+
+@pytest.mark.parametrize("end", ["0SEND_F1", "1RECV_F1"])
+def test_a_message_that_crosses_a_barrier_is_refused(end):
+    rank, position = find(WAITING, end)
+
+    def behind_next_barrier(orders):
+        order = orders[rank]
+        barrier = next(index for index in range(position, len(order)) if order[index].op is Op.BARRIER)
+        order.insert(barrier, order.pop(position))
+
+    found = refusal(edited(WAITING, behind_next_barrier))
+    assert any("expected as many" in str(violation) and "0SEND_F1" in str(violation) for violation in found.violations)
+
+
+def test_a_barrier_on_different_sides_of_a_tied_reduction_is_refused():
+    program = lower(build("1f1b", ranks=3, microbatches=4), barriers=True, tied_groups=[(0, 2)])
+    rank, position = find(program, "0REDUCE_TIED0")
+
+    def before_last_barrier(orders):
+        orders[rank].insert(position - 1, orders[rank].pop(position))
+
+    found = refusal(edited(program, before_last_barrier))
+    assert any("wait for each other" in str(violation) for violation in found.violations)

@@ -4,7 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.ir.collectives import IS_BARRIER
+from penstock.lowering import lower
+from penstock.schedules import build
 from penstock.simulation import Costs, simulate
+from penstock.simulation.causes import Cause, idle_times
 from tests.simulation.drawing import ends, sharded, starts
 
 
@@ -26,3 +30,17 @@ def test_a_member_comes_to_a_tied_reduction_when_its_own_reductions_are_over():
     assert (ends(timeline)["1REDUCE_GRAD"], ends(timeline)["0B0"]) == (7 + 7, 9)
     assert (starts(timeline)["0REDUCE_TIED0"], starts(timeline)["2REDUCE_TIED0"]) == (14, 5)
     assert ends(timeline)["0REDUCE_TIED0"] == ends(timeline)["2REDUCE_TIED0"] == 14.5
+
+
+@pytest.mark.feature("B15")
+def test_all_ranks_leave_a_barrier_when_the_last_has_come():
+    program = lower(build("1f1b", ranks=4, microbatches=8), barriers=True)
+
+    costs = Costs(forward_s=(1.0, 2.0, 1.0, 3.0), backward_s=(2.0,), latency_s=0.25)
+
+    timeline = simulate(program, costs)
+
+    rows = program.rows_of(IS_BARRIER)
+    arrivals_s, ends_s = (times_s[rows].reshape(4, -1) for times_s in (timeline.start_s, timeline.end_s))
+    assert (ends_s == arrivals_s.max(axis=0)).all()
+    assert idle_times(timeline, costs).total(Cause.SYNCHRONISATION) > 0

@@ -10,7 +10,7 @@ that were launched before it that they are over.
 
 import numpy as np
 
-from penstock.ir.collectives import GATHERS, JOINS_RANKS, REDUCES_REPLICAS
+from penstock.ir.collectives import GATHERS, IS_BARRIER, NEEDS_SUMS, REDUCES_REPLICAS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.hot import Int32s, Int64s
 from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_RECEIVE
@@ -54,9 +54,9 @@ def gather_of_row(program: Program) -> Int64s:
 
 
 def reduction_of_row(program: Program) -> Int64s:
-    """[num_rows] the last reduction over replicas that a row which joins ranks of the pipeline waits for."""
+    """[num_rows] the last reduction over replicas that a tied reduction or the optimizer step waits for."""
     reduction = np.full(program.num_rows, NONE, np.int64)
-    joins, reductions = program.rows_of(JOINS_RANKS), program.rows_of(REDUCES_REPLICAS)
+    joins, reductions = program.rows_of(NEEDS_SUMS), program.rows_of(REDUCES_REPLICAS)
     if not len(joins) or not len(reductions):
         return reduction
     number = np.searchsorted(reductions, joins) - 1
@@ -77,14 +77,23 @@ def reload_of_row(program: Program) -> Int64s:
 
 
 def reductions_of_row(program: Program, rank: int) -> dict[int, list[int]]:
-    """Per row of a rank that joins ranks of its pipeline: the reductions over replicas launched since the last one."""
+    """Per tied reduction or optimizer step of a rank: the reductions over replicas launched since the last of them."""
     first, end = map(int, program.offsets[rank : rank + 2])
     ops = program.op[first:end]
     reductions: dict[int, list[int]] = {}
     launched: list[int] = []
-    for row in (first + np.flatnonzero(JOINS_RANKS[ops] | REDUCES_REPLICAS[ops])).tolist():
-        if JOINS_RANKS[program.op[row]]:
+    for row in (first + np.flatnonzero(NEEDS_SUMS[ops] | REDUCES_REPLICAS[ops])).tolist():
+        if NEEDS_SUMS[program.op[row]]:
             reductions[row], launched = launched, []
         else:
             launched.append(row)
     return reductions
+
+
+def num_barriers_before(program: Program) -> Int64s:
+    """[num_rows] how many BARRIER rows come before each row on its rank; the n-th ones of all ranks end together."""
+    if not any(IS_BARRIER[op] for op in program.ops):
+        return np.broadcast_to(np.int64(0), program.num_rows)
+    is_barrier = IS_BARRIER[program.op].astype(np.int64)
+    num_before = np.append(0, np.cumsum(is_barrier))  # over all ranks, one after another
+    return np.asarray(num_before[:-1] - np.repeat(num_before[program.offsets[:-1]], np.diff(program.offsets)))

@@ -44,9 +44,15 @@ def order_by_ends(table: Table, start: Starts, makers: Array) -> Int64s:
     Message n, which the row `makers[n]` makes, is number num_rows + n; messages that leave together keep their order.
     Those of an overlapped pair leave when both actions have run.
     """
+    # Doubled, with starts odd and ends even: messages of makers that end at t come before actions that start at t.
+    times = np.concatenate([2 * start.astype(np.int64) + 1, 2 * whole_ends(table, start)[makers]])
+    return np.argsort(times, kind="stable")
+
+
+def whole_ends(table: Table, start: Starts) -> Int64s:
+    """[num_rows] when actions end in an untimed walk; those of an overlapped pair end together."""
     end = start + UNITS.astype(np.int64)[table.op]
     first = np.flatnonzero(table.joined)
     # Both start at once, and the pair takes the sum of their units: end 1 + (end 2 - start).
     end[first] = end[first + 1] = end[first] + end[first + 1] - start[first]
-    # Doubled, with starts odd and ends even: messages of makers that end at t come before actions that start at t.
-    return np.argsort(np.concatenate([2 * start.astype(np.int64) + 1, 2 * end[makers]]), kind="stable")
+    return end

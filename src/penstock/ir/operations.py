@@ -53,6 +53,7 @@ class Op(IntEnum):
     RECOMPUTE = Kind.RECOMPUTE
     OFFLOAD = 14
     RELOAD = 15
+    BARRIER = 16
 
     @property
     def is_compute(self) -> bool:
@@ -306,6 +307,7 @@ OPERATIONS: dict[Op, Operation] = {
         needs_backward=True,
         is_in_torch=False,
     ),
+    Op.BARRIER: _of_stage("BARRIER", "Barrier", Lane.COLLECTIVE, Group.PIPELINE, is_in_torch=False),
     Op.RECOMPUTE: Operation(
         text="R",
         name="Recompute",

@@ -14,6 +14,7 @@ from penstock.ir.linear_extension import Starts
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, find_transports
+from penstock.lowering.add_barriers import add_barriers
 from penstock.lowering.add_messages import add_messages
 from penstock.lowering.add_offloads import add_offloads
 from penstock.lowering.add_optimizer_step import add_optimizer_step
@@ -70,6 +71,7 @@ def lower(
     residency: int | None = 2,
     look_ahead: int = 1,
     units: StageGroups = (),
+    barriers: bool = False,
     start: Starts | None = None,
 ) -> Program:
     """Make the program of a schedule, which also says when messages travel, gradients are reduced and buffers used.
@@ -89,6 +91,9 @@ def lower(
     without regard to `residency`; its gradients are reduced once behind its last backward, and then it is dropped.
     `units` are groups of stages of one rank that share a parameter; each is gathered, reduced and dropped as one stage.
 
+    With `barriers`, all ranks wait for each other after every step of an untimed walk, in which a whole backward takes
+    two units and all else one. No receive is posted ahead then.
+
     Raises:
         ConfigError: for anything but a schedule, an unknown transport or `shard`, a stage in `offload` that does not
             exist, a `residency` below 1, or below 2 with overlapped pairs, and a `look_ahead` below 0.
@@ -102,11 +107,12 @@ def lower(
     gather_passes = Sharding(shard, residency, look_ahead).passes
     sorted_units = tuple(tuple(sorted(set(unit))) for unit in units) if gather_passes else ()
     program = Program.from_schedule(schedule, tied_groups=groups, units=sorted_units)
-    in_groups = COALESCED in find_transports(transport)
+    in_groups = barriers or COALESCED in find_transports(transport)
     # Each pass takes a valid program and returns a valid one.
     passes: tuple[Pass, ...] = (
         partial(add_messages, start=start, in_groups=in_groups),
         *(() if in_groups else (post_receives_ahead,)),
+        *((partial(add_barriers, start=start),) if barriers else ()),
         *gather_passes,
         place_reductions,
         *((add_optimizer_step,) if optimizer_step else ()),
@@ -125,6 +131,7 @@ __all__ = [
     "OPTIMIZER",
     "SHARDS",
     "Sharding",
+    "add_barriers",
     "add_messages",
     "add_offloads",
     "add_optimizer_step",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ConfigError, described
+from penstock.ir.collectives import IS_BARRIER
 from penstock.ir.deps import index_rows, predecessors
 from penstock.ir.linear_extension import Starts
 from penstock.ir.live import peak_activations
@@ -23,7 +24,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, TransportModel, find_transports
 from penstock.proofs.channels import Messages, check_order, count_messages, find_exchanges, find_messages, join_messages
-from penstock.proofs.collectives import check_collectives, leaves_reductions_out
+from penstock.proofs.collectives import check_collectives, check_crossings, leaves_reductions_out
 from penstock.proofs.cycle import check_feasible
 from penstock.proofs.lifetimes import check_lifetimes
 from penstock.proofs.linear_extension import proved_by_order
@@ -220,6 +221,9 @@ def _prove_program(subject: Subject, start: Starts | None, models: Sequence[Tran
         proved_models = proved_by_order(subject, messages, start, is_grouped=COALESCED in models)
     if not proved_models:
         messages = [check_order(subject, messages, find_exchanges(barriers or ()))]
+    if len(subject.program.rows_of(IS_BARRIER)):  # to join the messages of a large program takes time
+        joined_messages = join_messages(messages)
+        check_crossings(subject, joined_messages.send, joined_messages.receive)
     if barriers is None or len(subject.violations) > num_violations:
         return None
     check_slots(subject, rows, messages)

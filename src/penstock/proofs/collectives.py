@@ -5,9 +5,9 @@ takes the optimizer step on all ranks or on none, as `lower` makes it. A unit of
 what it has so far, before it is dropped, and reduces the rest behind its last backward. Two kinds of programs have none
 of these: those that say so (`omits_reductions`), and those that only run forwards.
 
-Tied reductions (members: the ranks of the tied stages) and the optimizer step (members: all ranks) are barriers: they
-join ranks of the pipeline. Gradient reductions join replicas of one stage, which run the same program, so only their
-own place counts.
+Tied reductions (members: the ranks of the tied stages), the optimizer step and BARRIER rows (members: all ranks) are
+barriers: they join ranks of the pipeline. The n-th BARRIER rows of all ranks are one. Gradient reductions join replicas
+of one stage, which run the same program, so only their own place counts.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.collectives import IS_REDUCTION, JOINS_RANKS, REDUCES_REPLICAS
-from penstock.ir.hot import Int64s
+from penstock.ir.awaits import num_barriers_before
+from penstock.ir.collectives import IS_BARRIER, IS_REDUCTION, JOINS_RANKS, REDUCES_REPLICAS
+from penstock.ir.hot import Int32s, Int64s
 from penstock.ir.operations import NEEDS_BACKWARD, OPERATIONS, Op
 from penstock.ir.program import Program
 from penstock.ir.whole import have_new_gradients, is_sharded
@@ -68,6 +69,9 @@ def check_collectives(subject: Subject) -> list[Barrier] | None:
     step_barrier = barriers.get(len(program.tied_groups))
     if step_barrier is not None:
         _check_step(subject, step_barrier)
+    for number, barrier in barriers.items():
+        if number > len(program.tied_groups):
+            _check_all_wait(subject, barrier)
     # No deadlock: all members run the collectives that they share in one order, and nothing else contradicts it.
     if len(subject.violations) == num_earlier_violations:
         _check_total_order(subject, list(barriers.values()))
@@ -141,16 +145,39 @@ def _check_units(subject: Subject, last: Int64s, reductions: NDArray[np.intp]) -
 
 
 def _find_barriers(subject: Subject) -> dict[int, Barrier]:
-    """Return the collectives by number: tied groups by their index, the optimizer step after them."""
+    """Return the collectives by number: tied groups by their index, then the optimizer step, then BARRIER rows."""
     program = subject.program
     barriers: dict[int, Barrier] = {}
     num_groups = len(program.tied_groups)
+    index_of_barrier = num_barriers_before(program)
     for row in program.rows_of(JOINS_RANKS).tolist():
         is_tied = bool(IS_REDUCTION[program.op[row]])
         number = int(program.peer[row]) if is_tied else num_groups
+        if IS_BARRIER[program.op[row]]:
+            number = num_groups + 1 + int(index_of_barrier[row])
         barrier = barriers.setdefault(number, Barrier({}, is_tied))
         barrier.rows.setdefault(int(subject.rank[row]), []).append(row)
     return barriers
+
+
+def check_crossings(subject: Subject, send: Int32s, receive: Int32s) -> None:
+    """Prove that both ends of each message are between the same barriers; `send` and `receive` are [num_messages] rows.
+
+    A barrier is a message between hosts too. On a channel that both use, one that is crossed would be taken for it.
+    """
+    num_before = num_barriers_before(subject.program)
+    crosses = num_before[send] != num_before[receive]
+    for send_row, receive_row in zip(send[crosses].tolist(), receive[crosses].tolist(), strict=True):
+        counts = f"{num_before[send_row]} barriers before it and {num_before[receive_row]} before its receive"
+        problem = f"has {counts}, {subject.place(receive_row)}; expected as many"
+        subject.add(send_row, problem, "Move one of the two, so that both are between the same barriers")
+
+
+def _check_all_wait(subject: Subject, barrier: Barrier) -> None:
+    first = min(row for rows in barrier.rows.values() for row in rows)
+    for rank in sorted(set(range(subject.table.num_ranks)) - barrier.rows.keys()):
+        problem = f"a barrier is missing, while {subject.place(first)} waits for all ranks"
+        subject.add_missing(rank, problem, f"Add it on rank {rank}, or drop it on all ranks")
 
 
 def _check_tied_members(subject: Subject, index: int, barrier: Barrier | None) -> None:

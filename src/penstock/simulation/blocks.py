@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.awaits import launched_before
-from penstock.ir.collectives import IS_REDUCTION, JOINS_RANKS
+from penstock.ir.collectives import IS_BARRIER, IS_REDUCTION, JOINS_RANKS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.operations import IS_RECEIVE
 from penstock.ir.timeline import DataWait, Timeline
@@ -184,15 +184,15 @@ def _messages(
 
 
 def blocking_reductions(timeline: Timeline) -> NDArray[np.intp]:
-    """Return the rows of reductions that held their rank up, as those of DDP around layers do.
+    """Return the rows of barriers, and of reductions that held their rank up, as those of DDP around layers do.
 
     Other reductions go on while their rank runs what follows: a recorder notes their end where the rank waits for them,
     so after the start of the next row.
     """
     program = timeline.program
     if timeline.source != "measured":
-        return program.rows_of(IS_REDUCTION & JOINS_RANKS)
-    rows = program.rows_of(IS_REDUCTION)
+        return program.rows_of((IS_REDUCTION & JOINS_RANKS) | IS_BARRIER)
+    rows = program.rows_of(IS_REDUCTION | IS_BARRIER)
     next_rows = np.minimum(rows + 1, program.num_rows - 1)
     is_last_of_rank = np.isin(rows + 1, program.offsets)
     return rows[is_last_of_rank | (timeline.end_s[rows] <= timeline.start_s[next_rows])]

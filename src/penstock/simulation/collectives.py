@@ -3,8 +3,8 @@
     rank 0     UNSHARD  .  .  F0  B0  REDUCE_GRAD  UNSHARD  F1 ...  REDUCE_TIED  STEP
     its queue  [ gather    ]          [ reduction ][ gather ]
 
-F0 and F1 wait for their gathers, REDUCE_TIED (or STEP) for the reductions. Copies have a queue of their own. A tied
-reduction is a barrier: each member waits in it until all have come to it. Its queue has rows of no length for each
+F0 and F1 wait for their gathers, REDUCE_TIED (or STEP) for the reductions. Copies have a queue of their own. In a tied
+reduction, and in a BARRIER, each member waits until all have come to it. Its queue has rows of no length for each
 member, the arrivals of its rank and of its last reduction, and is over when all have arrived.
 """
 
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.awaits import launched_before
+from penstock.ir.awaits import launched_before, num_barriers_before
+from penstock.ir.collectives import IS_BARRIER
 from penstock.ir.deps import NONE
 from penstock.ir.operations import NUM_OPS, OPERATIONS
 from penstock.ir.program import Program
@@ -31,29 +32,29 @@ _LANES = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Barriers:
-    """The tied reductions, and the rows after which their ranks arrive at them."""
+    """The tied reductions and barriers, and the rows after which their ranks arrive at them."""
 
     rows: Rows
     arrivals: NDArray[np.int64]
-    """[num_tied, 1 or 2] the row before on the rank, and the row of a queue that runs the rank's last reduction over
-    replicas, if any does; `NONE` where the rank waits for none."""
+    """[num_barriers, 1 or 2] the row before on the rank, and the row of a queue that runs the rank's last reduction
+    over replicas, if any does; `NONE` where the rank waits for none."""
 
     def start_s(self, end_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[num_tied] when each rank arrives; the walk, instead, lets the members start when all have arrived."""
+        """[num_barriers] when each rank arrives; the walk, instead, lets the members start when all have arrived."""
         return np.asarray(np.where(self.arrivals == NONE, 0.0, end_s[self.arrivals]).max(axis=1, initial=0.0))
 
 
 def add_barriers(
     program: Program, predecessor: NDArray[np.int32], launched: Sequence[NDArray[np.int32]], queues: Queues
 ) -> Barriers:
-    """Let each tied reduction wait until all ranks of its group have come to theirs.
+    """Let each tied reduction wait until all ranks of its group have come to theirs, and each BARRIER for all ranks.
 
     A tied reduction sums the gradients of one parameter that several ranks hold copies of. `predecessor`
-    [num_instructions] is a row that each row waits for; that of each tied reduction is set here. `launched` are the
-    columns that `add_launched` returns: rows of collectives that each row waits for, the first column those of
+    [num_instructions] is a row that each row waits for; that of each tied reduction and barrier is set here. `launched`
+    are the columns that `add_launched` returns: rows of collectives that each row waits for, the first column those of
     replicas.
     """
-    rows = program.rows_of(IS_TIED)
+    rows = program.rows_of(IS_TIED | IS_BARRIER)
     # A tied reduction arrives when the row before it on its rank has ended (found without np.isin, which may sort, and
     # then imports numpy.ma, for which the first plan of a process would wait) and when the gradients are summed over
     # the replicas.
@@ -63,8 +64,10 @@ def add_barriers(
     arrivals = np.column_stack([row_before, *replica_reductions]).astype(np.int64)
     if not len(rows):
         return Barriers(rows, arrivals)
-    # Each tied group has a queue, with a row for every arrival of a member; when its last row is over, all have come.
-    groups = program.peer[rows]
+    # Each tied group and each barrier has a queue, with a row for every arrival of a member; when its last row is over,
+    # all have come. Barriers are numbered behind the groups.
+    number_of_barrier = len(program.tied_groups) + num_barriers_before(program)[rows]
+    groups = np.where(IS_BARRIER[program.op[rows]], number_of_barrier, program.peer[rows])
     by_group = np.argsort(groups, kind="stable")
     _, index_of_group, num_members = np.unique(groups, return_inverse=True, return_counts=True)
     after = arrivals[by_group].reshape(-1)

@@ -6,6 +6,7 @@ only code that knows what its operation does. `compile/` finds it here and runs 
 
 from collections.abc import Mapping
 
+from penstock.execute.ops.barriers import barrier
 from penstock.execute.ops.context import Handler
 from penstock.execute.ops.messages import receive_backward, receive_forward, send_backward, send_forward
 from penstock.execute.ops.parameters import optimizer_step, reduce, reduce_tied, reshard, unshard
@@ -27,6 +28,7 @@ HANDLERS: Mapping[Op, Handler] = {
     Op.REDUCE_GRADIENT: reduce,
     Op.REDUCE_TIED: reduce_tied,
     Op.OPTIMIZER_STEP: optimizer_step,
+    Op.BARRIER: barrier,
     Op.OFFLOAD: offload,
     Op.RELOAD: reload,
 }
