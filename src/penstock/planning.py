@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from penstock.errors import ConfigError, PartitionError, ScheduleError, count_of
+from penstock.ir.collectives import UPDATES_WEIGHTS
 from penstock.ir.live import peak_bytes
-from penstock.ir.operations import UPDATES_WEIGHTS
 from penstock.ir.program import Program
 from penstock.ir.reading import read_file
 from penstock.ir.schedule import Schedule

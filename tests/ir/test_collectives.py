@@ -13,6 +13,7 @@ def test_the_flags_say_what_each_operation_does():
         "REDUCES_REPLICAS",
         "GATHERS",
         "DROPS",
+        "LOADS_DATA",
         "MAKES_GRADIENT",
     )
 
@@ -24,5 +25,6 @@ def test_the_flags_say_what_each_operation_does():
         "REDUCES_REPLICAS": ["REDUCE_GRADIENT"],
         "GATHERS": ["UNSHARD"],
         "DROPS": ["RESHARD"],
+        "LOADS_DATA": ["LOAD"],
         "MAKES_GRADIENT": ["BACKWARD", "BACKWARD_WEIGHT"],
     }

@@ -28,7 +28,7 @@ def test_every_operation_has_a_row_and_its_own_text_and_name():
 
 
 def test_the_numbers_are_those_of_columns_and_files():
-    assert [int(op) for op in Op] == list(range(17))
+    assert [int(op) for op in Op] == list(range(18))
     assert (Kind.RECOMPUTE, Op.RECOMPUTE, Op.OPTIMIZER_STEP) == (13, 13, 12)
 
 

@@ -68,7 +68,7 @@ def test_the_digest_tells_tables_apart_but_not_their_names_and_integer_types():
 @pytest.mark.parametrize(
     ("column", "value", "told"),
     [
-        ("op", 17, "op 17 is out of range; expected a number from 0 to 16"),
+        ("op", 18, "op 18 is out of range; expected a number from 0 to 17"),
         ("stage", 2, "stage 2 is out of range; expected a number from 0 to 1"),
         ("microbatch", 2, "microbatch 2 is out of range"),
         ("slice", 1, "slice 1 is out of range; expected a number from 0 to 0"),

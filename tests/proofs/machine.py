@@ -17,6 +17,8 @@ BACKWARDS = (*INPUT_GRADIENTS, Op.BACKWARD_WEIGHT)
 NAMES = {Op.FORWARD: "output", Op.BACKWARD_WEIGHT: "weight", Op.RECOMPUTE: "activation"}
 """Of what computations make; all others make gradients of inputs."""
 COPIES = (Op.OFFLOAD, Op.RELOAD)
+ADDED = (*COPIES, Op.LOAD)
+"""Rows that a program may have, judged when they run."""
 READS_KEPT = (*INPUT_GRADIENTS, Op.RECOMPUTE)
 
 
@@ -77,13 +79,30 @@ def require_rows(program, orders):
     omits = program.omits_reductions and not any(is_collective(row.op) for order in orders for row in order)
     for rank, order in enumerate(orders):
         found = Counter((row.op, *identity(row), row.stage if row.op.is_compute else row.peer)
-                        for row in order if not is_collective(row.op) and row.op not in COPIES)  # fmt: skip
+                        for row in order if not is_collective(row.op) and row.op not in ADDED)  # fmt: skip
         if found != expected[rank]:
             raise Wrong
         _require_collectives(program, rank, order, has_reductions=trains and not omits)
     steps = [[at for at, row in enumerate(order) if row.op is Op.OPTIMIZER_STEP] for order in orders]
     if any(steps) and any(at != [len(order) - 1] or not trains for at, order in zip(steps, orders, strict=True)):
         raise Wrong  # the optimizer step is the last row of every rank, or of none
+    sides = [_sides_of_messages(order) for order in orders]
+    if len({num_barriers for num_barriers, _ in sides}) > 1:
+        raise Wrong  # a rank waits for one that never comes
+    if any(len({place for _, places in sides for place in places.get(label, ())}) > 1 for label in {
+        label for _, places in sides for label in places
+    }):  # fmt: skip
+        raise Wrong  # a message crosses a barrier
+
+
+def _sides_of_messages(order):
+    """How many barriers a rank has, and for each message of it how many are before its rows."""
+    num_barriers, places = 0, {}
+    for row in order:
+        num_barriers += row.op is Op.BARRIER
+        if row.op.is_send or row.op.is_receive:
+            places.setdefault(label_of(row), set()).add(num_barriers)
+    return num_barriers, places
 
 
 def _expect_messages(expected, where, stage, following, place, trains):
@@ -120,7 +139,7 @@ def identity(row):
 
 
 def is_collective(op):
-    return op in (Op.REDUCE_GRADIENT, Op.REDUCE_TIED, Op.OPTIMIZER_STEP)
+    return op in (Op.REDUCE_GRADIENT, Op.REDUCE_TIED, Op.OPTIMIZER_STEP, Op.BARRIER)
 
 
 # ---- what runs
@@ -138,6 +157,10 @@ class Rank:
     """Labels that it has posted receives for."""
     on_host: set = field(default_factory=set)
     """What forwards keep that is there, and not on the device."""
+    loaded: set = field(default_factory=set)
+    """The data that are there and not yet used."""
+    num_barriers: int = 0
+    """How many barriers it has come to."""
     entered: bool = False
     """Whether it has posted what the collective at which it stands sends and receives."""
 
@@ -151,11 +174,14 @@ class Machine:
         self.ranks = [Rank(_units(program, rank, order)) for rank, order in enumerate(orders)]
         self.again = identities(orders, Op.RECOMPUTE)
         self.trains = not program.is_forward_only
+        self.loads = any(row.op is Op.LOAD for order in orders for row in order)
         self.backwards_left = Counter(row.stage for order in orders for row in order if row.op in BACKWARDS)
 
     def ends(self):
         while any([self.advance(rank) for rank in range(len(self.ranks))]) | self.deliver():  # noqa: C419
             pass
+        if any(rank.loaded for rank in self.ranks):
+            raise Wrong  # no forward has used them
         return all(rank.at == len(rank.units) for rank in self.ranks)
 
     def advance(self, number):
@@ -181,7 +207,10 @@ class Machine:
         if op in COPIES:
             self.copy(self.ranks[number], unit[0])
             return True
-        if op is not Op.OPTIMIZER_STEP and self.backwards_left[unit[0].stage]:
+        if op is Op.LOAD:
+            self.load(self.ranks[number], unit[0])
+            return True
+        if op not in (Op.OPTIMIZER_STEP, Op.BARRIER) and self.backwards_left[unit[0].stage]:
             raise Wrong  # the gradient is not whole yet
         return op is Op.REDUCE_GRADIENT or self.join(number, unit[0])
 
@@ -193,6 +222,17 @@ class Machine:
             raise Wrong
         rank.on_host ^= {own}
 
+    def takes_data(self, stage):
+        placement = self.program.placement
+        return placement.previous_stage[stage] < 0 or placement.next_stage[stage] < 0
+
+    def load(self, rank, row):
+        """The first and the last stage of a route take data; for the others a load does nothing."""
+        if self.takes_data(row.stage):
+            if identity(row) in rank.loaded:
+                raise Wrong
+            rank.loaded.add(identity(row))
+
     def compute(self, rank, unit):
         needed = set().union(*(self.needs(row) for row in unit))
         if any(row.op in READS_KEPT and identity(row) in rank.on_host for row in unit):
@@ -202,6 +242,10 @@ class Machine:
         if not needed <= rank.values:
             return False
         for row in unit:
+            if row.op is Op.FORWARD and self.loads and self.takes_data(row.stage):
+                if identity(row) not in rank.loaded:
+                    raise Wrong
+                rank.loaded.remove(identity(row))
             rank.values.add((NAMES.get(row.op, "gradient"), *identity(row)))
             self.backwards_left[row.stage] -= row.op in BACKWARDS
         return True
@@ -231,6 +275,7 @@ class Machine:
         rank = self.ranks[number]
         if not rank.entered:
             rank.entered = True
+            rank.num_barriers += row.op is Op.BARRIER
             self.arrive(number)
             for peer in self.members(row):
                 if peer != number and row.op is Op.REDUCE_TIED:
@@ -242,7 +287,7 @@ class Machine:
         return True
 
     def members(self, row):
-        if row.op is Op.OPTIMIZER_STEP:
+        if row.op in (Op.OPTIMIZER_STEP, Op.BARRIER):
             return range(len(self.ranks))
         return sorted(self.where[stage] for stage in self.program.tied_groups[row.peer])
 
@@ -250,6 +295,8 @@ class Machine:
         if row.op is Op.REDUCE_TIED:
             peers = [peer for peer in self.members(row) if peer != number]
             return all(("tied", row.peer, peer) in self.ranks[number].values for peer in peers)
+        if row.op is Op.BARRIER:
+            return all(rank.num_barriers >= self.ranks[number].num_barriers for rank in self.ranks)
         # The step is everyone's last row: whoever stands at it or has passed it is there.
         return all(rank.at >= len(rank.units) - 1 for rank in self.ranks)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ScheduleError
+from penstock.ir.collectives import LOADS_DATA
 from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_MESSAGE, Op
 from penstock.ir.recompute import with_recompute
 from penstock.ir.split_backwards import with_split_backwards
@@ -29,6 +30,8 @@ PROGRAMS = {
     "copies": lower(build("dualpipe", ranks=2, microbatches=4)),
     "offloaded": lower(build("gpipe", ranks=2, microbatches=3), offload=[0, 1]),
     "offloaded slices": lower(build("seq1f1b", ranks=2, microbatches=3, slices=2), offload=[0, 1]),
+    "loads": lower(build("zbv", ranks=2, microbatches=3), loads=True),
+    "loads of slices": lower(with_recompute(build("seq1f1b", ranks=2, microbatches=2, slices=2)), loads=True),
     "recomputed and offloaded": lower(with_recompute(build("gpipe", ranks=2, microbatches=3)), offload=[0]),
 }
 
@@ -91,7 +94,7 @@ def doubled(program, rank, place):
 
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in PROGRAMS if name not in ("pairs", "copies")])
 def test_whichever_computation_or_message_is_left_out_or_doubled_is_found(program):
-    for row in program.rows_of(IS_COMPUTE | IS_MESSAGE | IS_COPY).tolist():
+    for row in program.rows_of(IS_COMPUTE | IS_MESSAGE | IS_COPY | LOADS_DATA).tolist():
         rank = int(program.rank_of_row[row])
         place = row - int(program.offsets[rank])
         is_needed = program.op[row] != Op.RECOMPUTE  # without it, its forward keeps all that the backward reads
@@ -185,3 +188,18 @@ def test_a_copy_of_what_is_not_there_or_left_on_the_host_is_refused(line, told):
 )
 def test_weights_may_be_gathered_again_and_stay_and_what_is_kept_may_be_moved_more_than_once(line):
     check(assign_slots(sharded(line)))
+
+
+LOADED = lower(build("1f1b", ranks=2, microbatches=3), loads=True)
+
+
+@pytest.mark.feature("B14")
+def test_a_load_that_is_missing_doubled_or_behind_its_forward_is_refused():
+    rank, position = find(LOADED, "1LOAD1")
+
+    lacking, twice = left_out(LOADED, rank, position), doubled(LOADED, rank, position)
+    late = edited(LOADED, lambda orders: orders[rank].insert(position + 1, orders[rank].pop(position)))
+
+    assert_refused(lacking, (rank, position, "1F1"), "reads the data of stage 1, microbatch 1, which no row before it")
+    assert_refused(twice, (rank, position + 1, "1LOAD1"), "which 1LOAD1", "has made, and nothing has used")
+    assert_refused(late, (rank, position, "1F1"), "reads the data of stage 1")

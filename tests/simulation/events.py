@@ -55,6 +55,7 @@ class Events:
         self.of_group = {}
         for row in np.flatnonzero(program.op == Op.REDUCE_TIED).tolist():
             self.of_group.setdefault(int(program.peer[row]), {})[int(program.rank_of_row[row])] = row
+        self.barriers = [np.flatnonzero(program.op[a:b] == Op.BARRIER) + a for a, b in pairwise(program.offsets)]
 
     def times(self):
         while self.moments:
@@ -77,8 +78,9 @@ class Events:
         if any(self.known_s.get((need, rank), inf) > now for need in wanted) or self.waits_for_others(rows, now):
             return False
         launches_s, op = len(rows) * self.costs.launch_s, self.program.op[rows[0]]
-        came_s = self.comes_s(rank, rows[0]) if op == Op.REDUCE_TIED else now
-        self.start_s[rows] = came_s + launches_s if computes or op in (*REDUCTIONS, Op.OPTIMIZER_STEP) else now
+        came_s = self.comes_s(rank, rows[0]) if op in (Op.REDUCE_TIED, Op.BARRIER) else now
+        is_launched = computes or op in (*REDUCTIONS, Op.OPTIMIZER_STEP, Op.BARRIER)
+        self.start_s[rows] = came_s + launches_s if is_launched else now
         until = now + launches_s + self.work_s(rows[0], computes, rank)
         self.end_s[rows] = self.free_s[rank] = until
         self.known_s.update({(action, rank): until for action in computes})
@@ -103,6 +105,8 @@ class Events:
             return sum(entry(self.costs.optimizer_s, s) for s in self.program.placement.stages_of_rank[rank])
         if self.program.op[row] == Op.REDUCE_TIED:
             return entry(self.costs.tied_reduce_s, self.program.peer[row])
+        if self.program.op[row] == Op.LOAD:
+            return entry(self.costs.load_s, self.program.stage[row])
         factor = self.costs.overlap_factor if len(computes) == 2 else 1.0
         return factor * sum(
             entry(getattr(self.costs, KINDS[action.kind]), action.stage)
@@ -118,6 +122,9 @@ class Events:
         if self.program.op[rows[0]] == Op.REDUCE_TIED:
             members = self.of_group[self.program.peer[rows[0]]]
             return not all(self.has_come(rank, row, now) for rank, row in members.items())
+        if self.program.op[rows[0]] == Op.BARRIER:
+            number = self.barriers[self.program.rank_of_row[rows[0]]].tolist().index(rows[0])
+            return not all(self.has_come(rank, of_rank[number], now) for rank, of_rank in enumerate(self.barriers))
         if self.program.op[rows[0]] == Op.OPTIMIZER_STEP:
             return not self.comes_s(self.program.rank_of_row[rows[0]], rows[0]) <= now
         return any(self.waits_for_launched(row, now) for row in rows if IS_COMPUTE[self.program.op[row]])
@@ -127,7 +134,12 @@ class Events:
         return row not in self.waiting[rank] or (is_next and self.comes_s(rank, row) <= now)
 
     def comes_s(self, rank, row):
-        """When a rank is free for the row and all its reductions before it are over; NaN while that is not known."""
+        """When a rank is free for the row, and the reductions before it are over; NaN while that is not known.
+
+        A barrier does not wait for reductions.
+        """
+        if self.program.op[row] == Op.BARRIER:
+            return self.free_s[rank]
         before = range(self.program.offsets[rank], row)
         ends = [self.end_s[other] for other in before if self.program.op[other] == Op.REDUCE_GRADIENT]
         return np.max([self.free_s[rank], *ends])
@@ -230,17 +242,22 @@ def uneven_costs(program, seed):
         launch_s=float(chance.integers(0, 3)) / 16,
         offload_s=quarters(8, num_stages),
         reload_s=quarters(8, num_stages),
+        load_s=quarters(4, num_stages),
     )
 
 
 @st.composite
 def programs(draw):
-    """Lowered random schedules with tied stages, an optimizer step, offloads, and stages gathered at random."""
+    """Lowered random schedules with tied stages, an optimizer step, offloads, and stages gathered at random.
+
+    Some have loads, and some barriers.
+    """
     schedule = draw(feasible_schedules())
     stages = st.sets(st.integers(0, schedule.num_stages - 1), min_size=1)
     groups = [one_of_each_rank(schedule.placement, group) for group in draw(st.lists(stages, max_size=2))]
     offload = [] if schedule.is_forward_only else draw(st.sets(st.integers(0, schedule.num_stages - 1)))
-    program = lower(schedule, tied_groups=groups, optimizer_step=draw(st.booleans()), offload=offload)
+    chosen = {name: draw(st.booleans()) for name in ("optimizer_step", "loads", "barriers")}
+    program = lower(schedule, tied_groups=groups, offload=offload, **chosen)
     return program if draw(st.booleans()) else with_sharding(program, draw(st.integers(0, 2**32)))
 
 

@@ -59,7 +59,8 @@ def random_program(chance):
             chosen = chance.sample(range(schedule.num_stages), min(schedule.num_stages, chance.choice([2, 2, 3])))
             groups.append(one_of_each_rank(schedule.placement, chosen) if chance.random() < 0.7 else ends(schedule))
         transport = chance.choice(["posted", "coalesced"])
-        program = lower(schedule, transport, tied_groups=groups, optimizer_step=chance.random() < 0.3)
+        added = {"loads": chance.random() < 0.2, "barriers": chance.random() < 0.2}
+        program = lower(schedule, transport, tied_groups=groups, optimizer_step=chance.random() < 0.3, **added)
         program = with_recomputations(program, chance) if chance.random() < 0.2 else program
         if program.is_forward_only or chance.random() < 0.8:
             return program
@@ -134,12 +135,12 @@ def move_a_message(orders, chance):
 
 
 def move_a_collective(orders, chance):
-    collectives = (Op.REDUCE_TIED, Op.REDUCE_GRADIENT, Op.OPTIMIZER_STEP)
+    collectives = (Op.REDUCE_TIED, Op.REDUCE_GRADIENT, Op.OPTIMIZER_STEP, Op.BARRIER)
     _move_one(orders, chance, lambda op: op in collectives, range(-6, 3))
 
 
 def move_a_copy(orders, chance):
-    _move_one(orders, chance, lambda op: op in (Op.OFFLOAD, Op.RELOAD), range(-8, 9))
+    _move_one(orders, chance, lambda op: op in (Op.OFFLOAD, Op.RELOAD, Op.LOAD), range(-8, 9))
 
 
 def move_a_receive_behind_its_consumer(orders, chance):

@@ -21,7 +21,7 @@ def run_step(compiled: CompiledProgram, step: Step, note: Note, bounds: Sequence
     """
     bounds = compiled.bounds if bounds is None else bounds
     if step.prefetcher is not None:
-        bounds = with_data_calls(bounds, compiled.data_rows)
+        bounds = with_data_calls(bounds, compiled.data_rows, compiled.load_rows)
     is_training, first = not compiled.program.is_forward_only, compiled.rows.start
     if is_training:
         for passes in compiled.passes:

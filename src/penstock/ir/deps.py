@@ -170,12 +170,16 @@ def _places(op: Op, read: Read) -> Iterator[tuple[Op, At]]:
 
 
 def stages_at(placement: Placement, at: At) -> Int64s:
-    """[num_stages] the stage upstream or downstream of each stage, or itself; `NONE` where a route ends."""
+    """[num_stages] the stage upstream or downstream of each stage, or itself; `NONE` where there is none."""
     if at is At.UPSTREAM:
         return np.array(placement.previous_stage, np.int64)
     if at is At.DOWNSTREAM:
         return np.array(placement.next_stage, np.int64)
-    return np.arange(placement.num_stages)
+    stages = np.arange(placement.num_stages)
+    if at is At.BATCH:
+        is_inner = (np.array(placement.previous_stage) != NONE) & (np.array(placement.next_stage) != NONE)
+        return np.where(is_inner, NONE, stages)
+    return stages
 
 
 def peers_of_messages(placement: Placement) -> Int32s:

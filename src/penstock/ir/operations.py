@@ -3,10 +3,11 @@
     F -- OUTPUT --> F of the next stage          B, I -- INPUT_GRADIENT --> B, I of the previous stage
     F -- ACTIVATION --> B, I of the same stage   I -- WEIGHT_INPUTS --> W of the same stage
 
-With a recomputation F keeps its inputs only, the CHECKPOINT, and R makes the ACTIVATION again. OFFLOAD moves what F
-keeps to the host, and RELOAD moves it back. Each (stage, microbatch, slice) has one F, at most one R, and either one B
-or one I and one W. A value that is made on one rank and read on another travels as the message of a send and a receive.
-Some of what a row does depends on other rows: `ir.keeps` and `ir.awaits` derive that.
+A LOAD makes the DATA that an F at an end of its route reads. With a recomputation F keeps its inputs only, the
+CHECKPOINT, and R makes the ACTIVATION again. OFFLOAD moves what F keeps to the host, and RELOAD moves it back. Each
+(stage, microbatch, slice) has one F, at most one R, and either one B or one I and one W. A value that is made on one
+rank and read on another travels as the message of a send and a receive. Some of what a row does depends on other rows:
+`ir.keeps` and `ir.awaits` derive that.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -54,6 +55,7 @@ class Op(IntEnum):
     OFFLOAD = 14
     RELOAD = 15
     BARRIER = 16
+    LOAD = 17
 
     @property
     def is_compute(self) -> bool:
@@ -96,6 +98,8 @@ class Group(Enum):
 class Value(IntEnum):
     """Things that operations make for each other: of one stage, microbatch and slice, or of one stage."""
 
+    DATA = auto()
+    """The part of a batch that a stage takes; there when a row needs it, where no row loads it."""
     OUTPUT = auto()
     CARRY = auto()
     """Values that a slice keeps for the next one, such as keys and values."""
@@ -124,6 +128,8 @@ class At(Enum):
     DOWNSTREAM = auto()
     EARLIER_SLICE = auto()
     LATER_SLICE = auto()
+    BATCH = auto()
+    """Outside, for the first and the last stage of a route: they take inputs and targets. Other stages read nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +203,6 @@ class Operation:
     """The value that a send or receive moves."""
     is_of_stage: bool = False
     """Whether it names a stage alone, no microbatch."""
-    updates_weights: bool = False
-    """Whether it takes the optimizer step."""
     needs_backward: bool = False
     """Whether it belongs to training: it makes no sense without a backward before it."""
     is_in_torch: bool = True
@@ -206,6 +210,7 @@ class Operation:
 
 
 _WEIGHTS, _GRADIENT = Read(Value.WEIGHTS, column=None), Read(Value.GRADIENT, column=None)
+_DATA = Read(Value.DATA, At.BATCH, None)
 _WHOLE, _ONE_MORE, _ONE_LESS = (Value.WEIGHTS,), {Size.WEIGHTS: 1}, {Size.WEIGHTS: -1}
 _F_KEEPS, _MORE, _LESS = (Value.CHECKPOINT, Value.ACTIVATION), {Size.ACTIVATION: 1}, {Size.ACTIVATION: -1}
 
@@ -231,12 +236,12 @@ def _receive(text: str, name: str, read: Read, size: Size) -> Operation:
     return Operation(text=text, name=name, lane=Lane.RECEIVE, reads=(read,), at_start={size: 1}, message=read.value)
 
 
-def _of_stage(text: str, name: str, lane: Lane, group: Group | None = None, **columns: Any) -> Operation:
+def _of_stage(text: str, name: str, group: Group | None, lane: Lane = Lane.COLLECTIVE, **columns: Any) -> Operation:
     return Operation(text=text, name=name, lane=lane, group=group, is_of_stage=True, **columns)
 
 
 def _reduce(text: str, name: str, group: Group, **columns: Any) -> Operation:
-    return _of_stage(text, name, Lane.COLLECTIVE, group, reads=(_GRADIENT,), needs_backward=True, **columns)
+    return _of_stage(text, name, group, reads=(_GRADIENT,), needs_backward=True, **columns)
 
 
 def _move(text: str, frees: tuple[Value, ...], makes: tuple[Value, ...], **columns: Any) -> Operation:
@@ -251,9 +256,9 @@ OPERATIONS: dict[Op, Operation] = {
         label="forward",
         lane=Lane.COMPUTE,
         runs_forward=True,
-        reads=(Read(Value.OUTPUT, At.UPSTREAM), Read(Value.CARRY, At.EARLIER_SLICE, 1), _WEIGHTS),
+        reads=(Read(Value.OUTPUT, At.UPSTREAM), Read(Value.CARRY, At.EARLIER_SLICE, 1), _WEIGHTS, _DATA),
         makes=(Value.OUTPUT, Value.CARRY, Value.CHECKPOINT, Value.ACTIVATION),
-        frees=(Value.OUTPUT, Value.CARRY),
+        frees=(Value.OUTPUT, Value.CARRY, Value.DATA),
         # From now on the inputs are a part of the activation, and count once.
         at_start={Size.OUTPUT: 1, Size.ACTIVATION: 1, Size.INPUT: -1},
         begins_keeping=True,
@@ -294,20 +299,12 @@ OPERATIONS: dict[Op, Operation] = {
     Op.RECEIVE_FORWARD: _receive("RECV_F", "Receive forward", Read(Value.OUTPUT, At.UPSTREAM), Size.INPUT),
     Op.SEND_BACKWARD: _send("SEND_B", "Send backward", Value.INPUT_GRADIENT, Size.INPUT),
     Op.RECEIVE_BACKWARD: _receive("RECV_B", "Receive backward", Read(Value.INPUT_GRADIENT, At.DOWNSTREAM), Size.OUTPUT),
-    Op.UNSHARD: _of_stage("UNSHARD", "Unshard", Lane.COLLECTIVE, Group.REPLICAS, makes=_WHOLE, at_start=_ONE_MORE),
-    Op.RESHARD: _of_stage("RESHARD", "Reshard", Lane.LOCAL, reads=(_WEIGHTS,), frees=_WHOLE, at_end=_ONE_LESS),
+    Op.UNSHARD: _of_stage("UNSHARD", "Unshard", Group.REPLICAS, makes=_WHOLE, at_start=_ONE_MORE),
+    Op.RESHARD: _of_stage("RESHARD", "Reshard", None, Lane.LOCAL, reads=(_WEIGHTS,), frees=_WHOLE, at_end=_ONE_LESS),
     Op.REDUCE_GRADIENT: _reduce("REDUCE_GRAD", "Reduce gradients", Group.REPLICAS),
     Op.REDUCE_TIED: _reduce("REDUCE_TIED", "Reduce tied gradients", Group.TIED, is_in_torch=False),
-    Op.OPTIMIZER_STEP: _of_stage(
-        "STEP",
-        "Optimizer step",
-        Lane.COLLECTIVE,
-        Group.PIPELINE,
-        updates_weights=True,
-        needs_backward=True,
-        is_in_torch=False,
-    ),
-    Op.BARRIER: _of_stage("BARRIER", "Barrier", Lane.COLLECTIVE, Group.PIPELINE, is_in_torch=False),
+    Op.OPTIMIZER_STEP: _of_stage("STEP", "Optimizer step", Group.PIPELINE, needs_backward=True, is_in_torch=False),
+    Op.BARRIER: _of_stage("BARRIER", "Barrier", Group.PIPELINE, is_in_torch=False),
     Op.RECOMPUTE: Operation(
         text="R",
         name="Recompute",
@@ -322,6 +319,7 @@ OPERATIONS: dict[Op, Operation] = {
         is_in_torch=False,
         colors=("#0F0426", "#240959", "#502B99"),
     ),
+    Op.LOAD: Operation(text="LOAD", name="Load", lane=Lane.LOCAL, makes=(Value.DATA,), is_in_torch=False),
     Op.OFFLOAD: _move("OFFLOAD", _F_KEEPS, (Value.OFFLOADED,), at_end=_LESS, on_host_at_start=_MORE),
     Op.RELOAD: _move("RELOAD", (Value.OFFLOADED,), _F_KEEPS, at_start=_MORE, on_host_at_end=_LESS, remakes=True),
 }
@@ -351,7 +349,6 @@ IS_RECEIVE = flags_where(lambda operation: operation.lane is Lane.RECEIVE)
 IS_MESSAGE = IS_SEND | IS_RECEIVE
 IS_COPY = flags_where(lambda operation: operation.lane is Lane.COPY)
 NAMES_MICROBATCH = flags_where(lambda operation: not operation.is_of_stage)
-UPDATES_WEIGHTS = flags_where(lambda operation: operation.updates_weights)
 NEEDS_BACKWARD = flags_where(lambda operation: operation.needs_backward)
 IS_IN_TORCH = flags_where(lambda operation: operation.is_in_torch)
 RUNS_FORWARD = flags_where(lambda operation: operation.runs_forward)
@@ -368,13 +365,12 @@ KEPT = frozenset({Value.ACTIVATION, Value.CHECKPOINT, Value.WEIGHT_INPUTS})
 """The values that a stage keeps of a forward for later; they have one slot from the F to its B or W."""
 OF_STAGE = frozenset({Value.GRADIENT, Value.WEIGHTS})
 """Values of a stage; the others are of one microbatch and slice too."""
-_MESSAGE_VALUES = list(MESSAGES)
 
 
 def _message(value_of: Callable[[Operation], Iterable[Value | None]]) -> NDArray[np.int8]:
     """[NUM_OPS] the index of a message among `MESSAGES`, -1 for none."""
-    messages_of_ops = ([value for value in value_of(OPERATIONS[op]) if value in MESSAGES] for op in Op)
-    return np.array([_MESSAGE_VALUES.index(values[0]) if values else -1 for values in messages_of_ops], np.int8)
+    indices_of_ops = ([n for n, value in enumerate(MESSAGES) if value in value_of(OPERATIONS[op])] for op in Op)
+    return np.array([indices[0] if indices else -1 for indices in indices_of_ops], np.int8)
 
 
 MOVED = _message(lambda operation: [operation.message])
@@ -394,10 +390,8 @@ def exclusive(op: Op) -> Op:
 def peer_at(op: Op) -> At:
     """Return which neighbor is at the other end of a send or receive."""
     _, receive = MESSAGES[OPERATIONS[op].message]
-    comes_from = OPERATIONS[receive].reads[0].at
-    if op is receive:
-        return comes_from
-    return At.DOWNSTREAM if comes_from is At.UPSTREAM else At.UPSTREAM
+    comes_from_upstream = OPERATIONS[receive].reads[0].at is At.UPSTREAM
+    return At.UPSTREAM if comes_from_upstream == (op is receive) else At.DOWNSTREAM
 
 
 def makers(value: Value) -> list[Op]:

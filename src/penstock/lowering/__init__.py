@@ -15,6 +15,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, find_transports
 from penstock.lowering.add_barriers import add_barriers
+from penstock.lowering.add_loads import add_loads
 from penstock.lowering.add_messages import add_messages
 from penstock.lowering.add_offloads import add_offloads
 from penstock.lowering.add_optimizer_step import add_optimizer_step
@@ -71,6 +72,7 @@ def lower(
     residency: int | None = 2,
     look_ahead: int = 1,
     units: StageGroups = (),
+    loads: bool = False,
     barriers: bool = False,
     start: Starts | None = None,
 ) -> Program:
@@ -90,6 +92,9 @@ def lower(
     Whole gradients are reduced before their stage is dropped. `shard="optimizer"` gathers each stage once and keeps it,
     without regard to `residency`; its gradients are reduced once behind its last backward, and then it is dropped.
     `units` are groups of stages of one rank that share a parameter; each is gathered, reduced and dropped as one stage.
+
+    With `loads`, the stages at the ends of a route load their part of a microbatch right before its forward. Without,
+    a rank loads what it needs while it would wait for a message.
 
     With `barriers`, all ranks wait for each other after every step of an untimed walk, in which a whole backward takes
     two units and all else one. No receive is posted ahead then.
@@ -117,6 +122,7 @@ def lower(
         place_reductions,
         *((add_optimizer_step,) if optimizer_step else ()),
         partial(add_offloads, stages=offload),
+        *((add_loads,) if loads else ()),
         assign_slots,
     )
     for lowering_pass in passes:
@@ -132,6 +138,7 @@ __all__ = [
     "SHARDS",
     "Sharding",
     "add_barriers",
+    "add_loads",
     "add_messages",
     "add_offloads",
     "add_optimizer_step",

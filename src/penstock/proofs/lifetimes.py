@@ -5,7 +5,7 @@
 It reads columns of `ir.operations` alone, and names no operation. A value of a microbatch is made once and read once:
 on the rank of its stage, or as a message on that of a neighbor. The weights of a unit and their gradient may stay. The
 gradient may be made again while it is alive; weights may not, so nothing is gathered twice. Where no row gathers the
-weights of a stage, they are there from the start.
+weights of a stage, they are there from the start; so are data in a program that loads none.
 
 Of a small table, all that happens to the values of a kind is sorted by value and time. A large table is first walked by
 a compiled loop that needs a byte per value. Only the kinds of values that it finds wrong are sorted, for the messages.
@@ -29,7 +29,7 @@ from penstock.proofs.report import Subject
 READ, FREE, MAKE = EFFECTS = (0, 1, 2)
 """The effects of a row on a value, in the order in which the two rows of a pair have them: both read before both free.
 """
-_READER_AT = {At.OWN: At.OWN, At.UPSTREAM: At.DOWNSTREAM, At.DOWNSTREAM: At.UPSTREAM}
+_READER_AT = {At.OWN: At.OWN, At.BATCH: At.BATCH, At.UPSTREAM: At.DOWNSTREAM, At.DOWNSTREAM: At.UPSTREAM}
 _READER_AT |= {At.EARLIER_SLICE: At.LATER_SLICE, At.LATER_SLICE: At.EARLIER_SLICE}
 _READ_AT = {read.value: read.at for row in OPERATIONS.values() if row.lane is Lane.COMPUTE for read in row.reads}
 _READ_AT |= {value: At.OWN for value in Value if value not in _READ_AT}
@@ -45,6 +45,7 @@ class _Kind(NamedTuple):
 
 KINDS = [_Kind(value, False) for value in Value] + [_Kind(value, True) for value in Value if value in MESSAGES]
 """The kinds of values, in the order in which violations are reported."""
+_DATA = _Kind(Value.DATA, False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +102,10 @@ class _Lifetimes:
 
     @cached_property
     def accesses_by_kind(self) -> dict[_Kind, list[_Access]]:
-        """The accesses of each kind of values that some row frees or makes, by ascending operation."""
+        """The accesses of each kind of values that some row frees or makes, by ascending operation.
+
+        Data that no row loads come from outside, so nothing is known of when they are there.
+        """
         num_slices = self._program.num_slices
         accesses = [
             access
@@ -110,6 +114,8 @@ class _Lifetimes:
             if (access.first_cell != NONE).any() and abs(access.end_shift) < num_slices
         ]
         of_kind = {kind: [access for access in accesses if access.kind == kind] for kind in KINDS}
+        if all(access.effect != MAKE for access in of_kind[_DATA]):
+            del of_kind[_DATA]
         return {kind: group for kind, group in of_kind.items() if any(access.effect != READ for access in group)}
 
     def events(self, kind: _Kind) -> _Events:

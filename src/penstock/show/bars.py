@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.operations import OPERATIONS, UPDATES_WEIGHTS, Lane, Op
+from penstock.ir.collectives import UPDATES_WEIGHTS
+from penstock.ir.operations import OPERATIONS, Lane, Op
 from penstock.ir.timeline import Timeline
 from penstock.show.palette import COLLECTIVE_COLOUR, COPY_COLOUR
 

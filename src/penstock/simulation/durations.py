@@ -6,9 +6,9 @@ Gathers, reductions over replicas and copies keep it busy for their launch alone
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.collectives import GATHERS, REDUCES_REPLICAS
+from penstock.ir.collectives import GATHERS, REDUCES_REPLICAS, UPDATES_WEIGHTS
 from penstock.ir.hot import blocks
-from penstock.ir.operations import IS_COMPUTE, IS_COPY, NUM_OPS, OPERATIONS, UPDATES_WEIGHTS, Group, Kind, Lane, Op
+from penstock.ir.operations import IS_COMPUTE, IS_COPY, NUM_OPS, OPERATIONS, Group, Kind, Lane, Op
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.ir.whole import is_sharded, sums_of_units

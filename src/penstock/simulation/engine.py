@@ -10,10 +10,11 @@ clock, no random numbers, and the order of every queue is that in which its rows
 import numpy as np
 
 from penstock.errors import ConfigError, ScheduleError, described
+from penstock.ir.collectives import LOADS_DATA
 from penstock.ir.deps import deciding, predecessors
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import DataWait, Floats, Timeline
 from penstock.simulation.channels import add_messages
 from penstock.simulation.collectives import add_barriers, add_launched
 from penstock.simulation.costs.costs import Costs
@@ -25,9 +26,10 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     """Predict the timeline of a program (a schedule with its messages and collectives), or of a schedule alone.
 
     Computations, tied reductions and the optimizer step keep their rank busy from start to end; they are launched
-    before they start. A send ends when its message has left, a receive when it has arrived, a gather or reduction when
-    it is over. A schedule has computations alone, and its messages are delays between them; if launches and gathers
-    cost nothing, computations start when they do in the lowered program.
+    before they start. A LOAD keeps its rank waiting for as long as it takes. A send ends when its message has left, a
+    receive when it has arrived, a gather or reduction when it is over. A schedule has computations alone, and its
+    messages are delays between them; if launches and gathers cost nothing, computations start when they do in the
+    lowered program.
 
     `compiled` asks for loops compiled by numba for a small table too, if many are simulated, as in a search. The first
     call may compile for some seconds.
@@ -66,7 +68,15 @@ def simulate(table: Schedule | Program, costs: Costs, *, compiled: bool = False)
     for rows, queue_rows in queues.ended_by_queues:
         end_s[rows] = times.end[queue_rows]
     sizes = costs.stage_bytes(program.placement, program.num_microbatches)
-    return Timeline(program, "predicted", start_s, end_s, sizes)
+    return Timeline(program, "predicted", start_s, end_s, sizes, data_waits=_data_waits(program, start_s, end_s))
+
+
+def _data_waits(program: Program, start_s: Floats, end_s: Floats) -> tuple[DataWait, ...]:
+    """Return what the LOAD rows of a program keep their ranks waiting, where they take time."""
+    loads = program.rows_of(LOADS_DATA)
+    loads = loads[end_s[loads] > start_s[loads]]
+    columns = (program.rank_of_row, program.microbatch, start_s, end_s)
+    return tuple(DataWait(*wait) for wait in zip(*(column[loads].tolist() for column in columns), strict=True))
 
 
 def require_costs(costs: object) -> None:

@@ -4,7 +4,9 @@ import gc
 import re
 import warnings
 import weakref
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,10 @@ from penstock.errors import EndOfData, PenstockWarning, PipelineError, StepRefus
 from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate
 from penstock.execute.batch.stream import Part, Stream
 from penstock.execute.observing.clock import Clock
+from penstock.ir.operations import Op
+from penstock.lowering import lower
 from penstock.pipeline import Pipeline
+from penstock.schedules import build
 from tests.support.local_pipelines import (
     NEARLY,
     WIDTH,
@@ -218,6 +223,43 @@ def test_the_next_microbatch_is_pulled_while_the_rank_would_wait_and_none_for_th
     # The first rank: its first wait for a gradient comes after the second forward, and the third pull before it.
     assert first == ["pull 0", "F", "pull 1", "F", "pull 2", "B", "F", "pull 3", "B", "F", "B", "B"]
     assert last == ["pull 0", "F", "B", "pull 1", "F", "B", "pull 2", "F", "B", "pull 3", "F", "B"]
+
+
+def loaded_early(program):
+    """The program with all loads of each rank in front of its other rows."""
+    return program.reordered(
+        np.argsort(program.op[begin:end] != Op.LOAD, kind="stable") for begin, end in pairwise(program.offsets)
+    )
+
+
+@pytest.mark.feature("B14", "G2")
+def test_a_load_says_when_a_microbatch_is_pulled():
+    task, by_loads = float_task(2 * M), lower(build("1f1b", ranks=2, microbatches=M), loads=True)
+
+    def case(wires, program):
+        log = []
+        pipeline = Pipeline([Noting(log, seed) for seed in range(2)], program, M, square_loss, transport=wires)
+        pipeline.step(Stream(noted(log, pieces(task))))
+        return log
+
+    each_in_turn = [entry for index in range(M) for entry in (f"pull {index}", "F")]
+    assert on_ranks(2, case, by_loads) == [each_in_turn] * 2
+    first, _ = on_ranks(2, case, loaded_early(by_loads))
+    assert first == ["pull 0", "pull 1", "pull 2", "pull 3", "F", "F", "F", "F"]
+
+
+@pytest.mark.feature("B14", "G2")
+@pytest.mark.parametrize("family", ["1f1b", "zbv", "dualpipe", "seq1f1b"])
+def test_loads_change_no_bit(family):
+    schedule = build(family, ranks=2, microbatches=8, slices=2 if family == "seq1f1b" else 1)
+    task, copies = deep_task(8), [(0, 2), (1, 3)] if family == "dualpipe" else []
+
+    plain, with_loads = (
+        on_pipelines(2, task, lambda own: streamed(own, pieces(task, 8)), program, None)
+        for program in (lower(schedule, tied_groups=copies), lower(schedule, tied_groups=copies, loads=True))
+    )
+
+    assert same_outcomes(with_loads, plain)
 
 
 def pulls(num_ranks, schedule):

@@ -14,7 +14,7 @@ from penstock.schedules import build
 from tests.acceptance.steps.test_streamed_steps import Masked
 
 
-def woven(calls, needs):
+def woven(calls, needs, loads=None):
     """Run calls, `0w` a wait of row 0 and `0` its computation, and tell what ran and what happened to data."""
     log = []
 
@@ -27,7 +27,7 @@ def woven(calls, needs):
 
     prefetcher = Mock(Prefetcher, pull=noting("pull"), arrive=noting("get"), release=noting("drop"))
     step = Step([], StepLosses(0, 1), prefetcher=prefetcher)
-    for each in with_data_calls([bound(text) for text in calls.split()], needs):
+    for each in with_data_calls([bound(text) for text in calls.split()], needs, loads):
         each.call(step)
     return ", ".join(log)
 
@@ -46,6 +46,22 @@ def woven(calls, needs):
 )
 def test_a_pull_comes_at_the_next_wait_and_at_the_latest_before_its_use(calls, needs, wanted):
     assert woven(calls, needs) == wanted
+
+
+@pytest.mark.feature("B14", "G2")
+@pytest.mark.parametrize(
+    ("loads", "wanted"),
+    [
+        ({0: 0, 2: 1}, "0, get 0, 1, drop 0, 2, get 1, 3w, 3, 4, drop 1"),
+        ({2: 1}, "0, pull 0, get 0, 1, drop 0, 2, get 1, 3w, 3, 4, drop 1"),
+        ({0: 0, 4: 1}, "0, get 0, 1, drop 0, 2, pull 1, get 1, 3w, 3, 4, drop 1"),
+    ],
+    ids=["all", "one of two", "behind its use"],
+)
+def test_what_a_row_has_loaded_before_its_use_is_not_pulled(loads, wanted):
+    needs = {1: 0, 3: 1, 4: 1}
+
+    assert woven("0 1 2 3w 3 4", needs, loads) == wanted
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Prefetcher:
         """The waits of this rank for the data so far, on the clock of its stream's times."""
 
     def pull(self, microbatch: int) -> None:
-        """Have the data of a microbatch, and of those before it; its own may be on their way."""
+        """Have the data of a microbatch, and of those before it; its own may be on their way. Again, do nothing."""
         while self._num_pulled <= microbatch:
             assert self._source is not None
             index = self._num_pulled
@@ -47,7 +47,7 @@ class Prefetcher:
             if self._copies is not None:
                 self._host_microbatches[index] = data
             self._num_pulled += 1
-        if self._copies is not None:
+        if self._copies is not None and microbatch in self._host_microbatches:
             data = self._host_microbatches.pop(microbatch)
             self._slices[microbatch] = self._copies.copy(data, self._slices[microbatch])
 

@@ -6,7 +6,7 @@ It does not know which schedule it compiles.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.execute.compile.data import microbatch_of_data_row
+from penstock.execute.compile.data import microbatch_of_data_row, microbatch_of_load_row
 from penstock.execute.observing.observer import Observer, observed
 from penstock.execute.ops import HANDLERS
 from penstock.execute.ops.context import CompileContext
@@ -34,6 +34,8 @@ class CompiledProgram:
     keys: Keys
     data_rows: Mapping[int, int]
     """Per row that takes something of the batch, its microbatch."""
+    load_rows: Mapping[int, int]
+    """Per LOAD, its microbatch."""
 
 
 def compile_program(
@@ -73,4 +75,5 @@ def compile_program(
         bounds_with=bounds_with,
         keys=context.keys,
         data_rows=microbatch_of_data_row(program, rows, stages),
+        load_rows=microbatch_of_load_row(program, rows),
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from penstock.execute.ops.barriers import barrier
 from penstock.execute.ops.context import Handler
+from penstock.execute.ops.data import load
 from penstock.execute.ops.messages import receive_backward, receive_forward, send_backward, send_forward
 from penstock.execute.ops.parameters import optimizer_step, reduce, reduce_tied, reshard, unshard
 from penstock.execute.ops.passes import backward, backward_input, forward, offload, recompute, reload, weight
@@ -29,6 +30,7 @@ HANDLERS: Mapping[Op, Handler] = {
     Op.REDUCE_TIED: reduce_tied,
     Op.OPTIMIZER_STEP: optimizer_step,
     Op.BARRIER: barrier,
+    Op.LOAD: load,
     Op.OFFLOAD: offload,
     Op.RELOAD: reload,
 }

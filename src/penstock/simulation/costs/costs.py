@@ -29,7 +29,7 @@ FIELD_OF_KIND = {
 }
 
 FIELD_OF_OP = {Op.REDUCE_GRADIENT: "reduce_s", Op.OPTIMIZER_STEP: "optimizer_s", Op.UNSHARD: "unshard_s"}
-FIELD_OF_OP |= {Op.OFFLOAD: "offload_s", Op.RELOAD: "reload_s"}
+FIELD_OF_OP |= {Op.OFFLOAD: "offload_s", Op.RELOAD: "reload_s", Op.LOAD: "load_s"}
 """Seconds per stage of operations that compute nothing; those without a field take no time."""
 COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
 """The fields with seconds of computations, per stage."""
@@ -186,6 +186,8 @@ class Costs(SharedCosts):
     """Copying what a stage keeps of one microbatch to the host; 0: hidden behind computations."""
     reload_s: PerStage = (0.0,)
     """Copying what `offload_s` moves back to the device."""
+    load_s: PerStage = (0.0,)
+    """Having what a stage takes of a microbatch there; only a program with LOAD rows waits for it."""
 
     spreads: tuple[Spread, ...] = ()
 

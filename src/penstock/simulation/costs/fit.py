@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.awaits import gather_of_row
+from penstock.ir.collectives import UPDATES_WEIGHTS
 from penstock.ir.deps import NONE
-from penstock.ir.operations import UPDATES_WEIGHTS, Kind, Op
+from penstock.ir.operations import Kind, Op
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.simulation.blocks import data_ready_s
