@@ -25,7 +25,7 @@ WIDTH = 100
 
 # Every public name, in the group of the task that it is for.
 GROUPS = {
-    "Make a schedule": ("Make a schedule, and a program of it.", ["build", "plan", "lower", "with_recompute"]),
+    "Make a schedule": ("Make a schedule, and a program of it.", ["build", "plan", "lower", "with_recompute", "chain"]),
     "Prove a schedule": ("Find every place where a schedule or program cannot run.", ["check"]),
     "Costs and simulation": (
         "Predict time and memory.",

@@ -33,6 +33,7 @@ _NAMES = {
     "penstock.execute.split.wanted": "wants_input_gradient wants_weight_gradient",
     "penstock.hugging_face.from_transformers": "from_transformers",
     "penstock.ir.action": "Action Kind",
+    "penstock.ir.chain": "chain",
     "penstock.ir.program": "Program",
     "penstock.ir.recompute": "with_recompute",
     "penstock.ir.schedule": "Schedule",

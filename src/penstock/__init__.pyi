@@ -34,6 +34,7 @@ from penstock.execute.split.wanted import wants_weight_gradient as wants_weight_
 from penstock.hugging_face.from_transformers import from_transformers as from_transformers
 from penstock.ir.action import Action as Action
 from penstock.ir.action import Kind as Kind
+from penstock.ir.chain import chain as chain
 from penstock.ir.program import Program as Program
 from penstock.ir.recompute import with_recompute as with_recompute
 from penstock.ir.schedule import Schedule as Schedule
