@@ -4,7 +4,7 @@ The program is planned once: the schedule is built (or read), proved, lowered an
 step is then one agreement between the ranks, one run of this rank's instructions, and one exchange of losses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -132,15 +132,20 @@ class Pipeline(ModelPart):
 
     @collective
     def step(
-        self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool | Collection[int] = False,
+        record: bool = False,
+        **kwargs: Any,
     ) -> StepResult:
         """Run forward and backward of one batch; the same call on every rank.
 
         Every rank passes the whole batch, or nothing where it needs none: the first stage of a route takes `args`, the
         last one `target`, and a keyword reaches every layer that can take it. A model that `cut` or `from_transformers`
         made layers of takes them as its own forward does. A `Stream`, passed alone, brings them one microbatch after
-        another, each pulled when it is needed. Outputs of both routes go to the rank of the first route's last stage.
-        `record` measures the step (`timeline`).
+        another, each pulled when it is needed. With `return_outputs` the outputs of all routes are on the rank of the
+        first route's last stage, or on the ranks that it names. `record` measures the step (`timeline`).
 
         Raises:
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then
@@ -158,7 +163,12 @@ class Pipeline(ModelPart):
 
     @collective
     def evaluate(
-        self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool | Collection[int] = False,
+        record: bool = False,
+        **kwargs: Any,
     ) -> StepResult:
         """Run the forwards of one batch without gradients, layers in evaluation mode; it changes nothing.
 
@@ -255,6 +265,12 @@ class Pipeline(ModelPart):
     @step_number.setter
     def step_number(self, number: int) -> None:
         self._runner.step_number = number
+
+    @property
+    def target_ranks(self) -> tuple[int, ...]:
+        """The ranks that compute losses, and so take the target: those that hold the last stage of a route."""
+        placement = self.schedule.placement
+        return tuple(sorted({placement.rank_of_stage[route[-1]] for route in placement.routes}))
 
     @property
     def layers_of_stage(self) -> Sequence[range]:

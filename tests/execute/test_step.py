@@ -10,7 +10,7 @@ from penstock.execute.step import Step
 
 def step_of():
     microbatches = BatchRule(2).microbatches((torch.arange(4),), {}, None)
-    return Step([[microbatch] for microbatch in microbatches], StepLosses(2, 1), keeps_outputs=True)
+    return Step([[microbatch] for microbatch in microbatches], StepLosses(2, 1), output_ranks=(0,))
 
 
 def fill(step):
@@ -49,4 +49,4 @@ def test_for_forwards_that_run_again_a_step_has_the_same_values_and_notes_nothin
 
     assert step.values is again.values
     assert again.losses.computed == step.outputs == {}
-    assert not again.keeps_outputs
+    assert not again.output_ranks

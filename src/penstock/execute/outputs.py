@@ -1,5 +1,6 @@
-"""Brings the outputs of a step to one rank behind the loop (part 5 of a step), and puts them together."""
+"""Brings the outputs of a step to the ranks that want them, behind the loop, and joins them (part 5 of a step)."""
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.execute.batch.microbatch import merge_outputs
+from penstock.execute.control.agreement import AgreedStep
 from penstock.execute.control.error_notes import note_place
 from penstock.execute.step import Step
 from penstock.execute.transport.messages import Messenger
@@ -15,24 +17,32 @@ from penstock.ir.program import Program
 from penstock.placement import Placement
 
 
-def output_rank(placement: Placement) -> int:
-    """Return the rank that gets the outputs: that of the last stage of the first route."""
-    return placement.rank_of_stage[placement.routes[0][-1]]
+def ranks_of_outputs(agreed: AgreedStep, placement: Placement) -> Sequence[int]:
+    """Return the ranks that get the outputs: those that were named, or that of the first route's last stage.
+
+    The latter gets them only if it asked for them itself.
+    """
+    if agreed.output_ranks:
+        return agreed.output_ranks
+    rank = placement.rank_of_stage[placement.routes[0][-1]]
+    return (rank,) if rank in agreed.wanting_outputs else ()
 
 
 def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: int) -> None:
-    """Move the outputs of all routes to the output rank, one microbatch after another, if they were asked for."""
-    if not step.keeps_outputs:
+    """Move the outputs of all routes to the ranks that get them, one microbatch after another."""
+    if not step.output_ranks:
         return
     holder_of_route = [program.placement.rank_of_stage[route[-1]] for route in program.placement.routes]
-    receiver = holder_of_route[0]
     # One after another and in one order on all ranks: these messages go on the channels of the step, behind its own.
     for place in product(range(step.losses.num_microbatches), range(step.losses.num_slices)):
         holder = holder_of_route[program.route_of_microbatch[place[0]]]
-        if rank == holder != receiver:
-            messenger.sender.send_described(receiver, step.outputs.pop(place))
-        elif rank == receiver != holder:
-            step.outputs[place] = messenger.receiver.receive_described(holder)
+        for receiver in step.output_ranks:
+            if rank == holder != receiver:
+                messenger.sender.send_described(receiver, step.outputs[place])
+            elif rank == receiver != holder:
+                step.outputs[place] = messenger.receiver.receive_described(holder)
+        if rank not in step.output_ranks:
+            step.outputs.pop(place, None)
 
 
 def merged_outputs(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:

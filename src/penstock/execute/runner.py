@@ -25,7 +25,7 @@ from penstock.execute.observing.observer import observing
 from penstock.execute.observing.out_of_memory import explaining_out_of_memory
 from penstock.execute.observing.recorder import Recording, StepRecording
 from penstock.execute.observing.selection import Observers
-from penstock.execute.outputs import collect_outputs, merged_outputs, output_rank
+from penstock.execute.outputs import collect_outputs, merged_outputs, ranks_of_outputs
 from penstock.execute.parameters.tied import copy_digests
 from penstock.execute.run import run_step
 from penstock.execute.session import Session
@@ -227,7 +227,7 @@ class Runner:
         return Step(
             batch.slices,
             self.session.losses.of(batch, agreed),
-            output_rank(self.session.schedule.placement) in agreed.wanting_outputs,
+            ranks_of_outputs(agreed, self.session.schedule.placement),
             prefetcher=batch.prefetcher,
             number=self.step_number,
             serial=agreed.attempt,

@@ -6,7 +6,7 @@ compiled, and observers put a context around each (`observing.observer`): so not
 costs nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -30,8 +30,8 @@ class Step:
     """Per microbatch its slices; one, the microbatch itself, where it is not cut. Without data where a prefetcher
     has not pulled them yet, or has dropped them."""
     losses: StepLosses
-    keeps_outputs: bool = False
-    """Whether the outputs of last stages were asked for."""
+    output_ranks: Collection[int] = ()
+    """Ranks to which the outputs of last stages go; empty where none were asked for."""
     outputs: dict[MicrobatchKey, Any] = field(default_factory=dict)
     """The detached outputs, if asked for; filled on the ranks of last stages."""
     prefetcher: Prefetcher | None = None
@@ -63,7 +63,7 @@ class Step:
 
     def again(self) -> "Step":
         """Return this step for a forward that runs again: it has the same values, but what it notes is dropped."""
-        return replace(self, losses=self.losses.forgetting(), outputs={}, keeps_outputs=False)
+        return replace(self, losses=self.losses.forgetting(), outputs={}, output_ranks=())
 
     def __enter__(self) -> Self:
         return self

@@ -2,14 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from penstock.errors import PenstockError, PipelineError, StepRefused, nearest, warn
+from penstock.errors import PenstockError, PipelineError, StepRefused, warn
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.host_to_device import HostToDevice, copies_for, pinned_or_copied
-from penstock.execute.batch.microbatch import ANY_KEYWORD, Microbatch, PreSplit, without_data
+from penstock.execute.batch.microbatch import Microbatch, PreSplit, without_data
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
@@ -22,6 +22,7 @@ from penstock.execute.control.agreement import (
     StepProposal,
     agree_on_step,
     digest,
+    named_ranks,
     refusing,
     require_cut,
 )
@@ -33,9 +34,6 @@ from penstock.execute.values.tree import flatten
 VALUES_EVERY = 100
 """The ranks compare the values of the first of so many batches; training steps and evaluations are counted apart."""
 
-_MEANT_AS_TARGET = frozenset({"y", "label", "labels", "targets"})
-"""Keywords by which other libraries take the target."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRequest:
@@ -44,7 +42,8 @@ class StepRequest:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
-    return_outputs: bool = False
+    return_outputs: bool | Collection[int] = False
+    """Whether the outputs shall stay where they are made, or the ranks to which they shall go."""
     extra: Extra = Extra.NOTHING
     refusal: PenstockError | None = None
     """Why this rank cannot run the step; then all ranks refuse it and are told."""
@@ -118,7 +117,9 @@ class Admission:
         refusal = problem or call.refusal
         local_batch = Batch()
         stream: Stream | None = None
+        output_ranks: Sequence[int] | None = None
         try:
+            output_ranks = named_ranks(call.return_outputs, self.control.within.num_ranks)
             stream = _stream_of(call)
             if call.refusal is None:
                 local_batch = self._cut_batch(call, mode) if stream is None else self._batch_of_stream(stream)
@@ -139,7 +140,8 @@ class Admission:
             uncut_rows=local_batch.uncut_rows,
             takes_keywords=bool(self.needs.keywords),
             takes_target=self.needs.target,
-            wants_outputs=call.return_outputs,
+            wants_outputs=output_ranks is None and bool(call.return_outputs),
+            output_ranks=output_ranks,
             extra=call.extra,
             position=None if reader is None else reader.stream.position,
             values=() if values is None else values.digests(),
@@ -313,13 +315,7 @@ class Admission:
                 f"{self.control.places.name} holds the first stage and was given no inputs; pass it the batch"
             )
         self.needs.require_device(call.args, call.target)
-        names = self.needs.known_keywords
-        for name in call.kwargs:
-            if name not in names and ANY_KEYWORD not in names:
-                fix = f"{nearest(name, names)} The layers take the keywords {sorted(names)}; rename or drop it"
-                if name in _MEANT_AS_TARGET and call.target is None:
-                    fix = " Pass what the loss compares the output with as target=, as in step(x, target=y)"
-                raise PipelineError(f"no layer's forward names {name!r}.{fix}")
+        self.needs.require_known(call.kwargs, has_target=call.target is not None)
 
 
 def _stream_of(call: StepRequest) -> Stream | None:

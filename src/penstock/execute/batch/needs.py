@@ -1,17 +1,20 @@
 """The parts of a batch that the stages of a rank take, and where its tensors may be."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.errors import PipelineError
+from penstock.errors import PipelineError, nearest
 from penstock.execute.accelerator import is_queued
 from penstock.execute.batch.microbatch import ANY_KEYWORD, Microbatch
 from penstock.execute.values.tree import tensors_of
 from penstock.placement import Placement
+
+_MEANT_AS_TARGET = frozenset({"y", "label", "labels", "targets"})
+"""Keywords by which other libraries take the target."""
 
 
 class BatchBinding(Protocol):
@@ -81,6 +84,20 @@ class InputNeeds:
         if self.binding is None or not (args or kwargs):
             return tuple(args), dict(kwargs)
         return self.binding.bind(args, kwargs, is_first=self.inputs)
+
+    def require_known(self, keywords: Iterable[str], *, has_target: bool) -> None:
+        """Refuse a keyword that no layer of any rank takes; `has_target` says whether the step has a target.
+
+        Raises:
+            PipelineError: it names the keyword, and what it may have been meant as.
+        """
+        names = self.known_keywords
+        for name in keywords:
+            if name not in names and ANY_KEYWORD not in names:
+                fix = f"{nearest(name, names)} The layers take the keywords {sorted(names)}; rename or drop it"
+                if name in _MEANT_AS_TARGET and not has_target:
+                    fix = " Pass what the loss compares the output with as target=, as in step(x, target=y)"
+                raise PipelineError(f"no layer's forward names {name!r}.{fix}")
 
     def require_device(self, args: Any, target: Any) -> None:
         """Make sure that inputs and target are where the stages compute, or on the host of their accelerator.

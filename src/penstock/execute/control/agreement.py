@@ -4,12 +4,12 @@ It ends the admission of a batch (part 2 of a step).
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self, cast
 
-from penstock.errors import EndOfData, PenstockError, StepRefused
+from penstock.errors import EndOfData, PenstockError, PipelineError, StepRefused, described
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.copy_digests import CopyDigest, require_equal_digests
 from penstock.execute.control.handshake import Rule, fix, require_equal, rules_of
@@ -104,6 +104,11 @@ class StepProposal:
     takes_target: bool = False
     """Whether the rank computes losses."""
     wants_outputs: bool = False
+    """Whether the outputs shall stay on this rank, if they are made on it."""
+    output_ranks: Sequence[int] | None = field(
+        default=None, metadata=fix("Name the same ranks in return_outputs on every rank")
+    )
+    """The ranks to which the outputs shall go; None where the rank was told of none."""
     values: Sequence[int] = ()
     """Digests of the values of inputs, keyword arguments and target; empty where they are not compared."""
     copies: Sequence[CopyDigest] = ()
@@ -144,6 +149,9 @@ class AgreedStep:
     lengths: Sequence[int]
     """Lengths of the slices of each microbatch, from whichever rank knows them; empty if none does."""
     wanting_outputs: frozenset[int]
+    """Ranks on which the outputs stay, if they are made on them."""
+    output_ranks: Sequence[int]
+    """Ranks to which the outputs go; empty if none were named."""
     attempt: int
     """A number that no step of these ranks has had before."""
     trained: int
@@ -179,6 +187,7 @@ class AgreedStep:
             sizes=_first_known([proposal.sizes for proposal in proposals]),
             lengths=_first_known([proposal.lengths for proposal in proposals]),
             wanting_outputs=frozenset(rank for rank, proposal in enumerate(proposals) if proposal.wants_outputs),
+            output_ranks=_first_known([proposal.output_ranks for proposal in proposals]),
             attempt=max(proposal.attempt for proposal in proposals),
             trained=trained,
             is_frozen=max(trained_digests) == ALL_FROZEN,
@@ -197,6 +206,22 @@ def require_cut(proposals: Sequence[StepProposal], agreed: AgreedStep, names: Ra
         reason = dict(map(tuple, proposal.uncut_rows)).get(num_rows)
         if reason and len(agreed.sizes) > 1:
             raise refused({rank: (reason, False)}, names)
+
+
+def named_ranks(return_outputs: bool | Collection[int], num_ranks: int) -> tuple[int, ...] | None:
+    """Return the ranks that a caller's `return_outputs` names, in ascending order; None where it names none.
+
+    Raises:
+        PipelineError: they are no ranks of a pipeline of so many.
+    """
+    if not isinstance(return_outputs, Collection):
+        return None
+    if any(type(rank) is not int or rank not in range(num_ranks) for rank in return_outputs):
+        raise PipelineError(
+            f"return_outputs is {described(return_outputs)}; expected True, False or ranks from 0 to {num_ranks - 1}, "
+            "such as the target_ranks of the pipeline that takes the outputs"
+        )
+    return tuple(sorted(set(return_outputs)))
 
 
 def digest(text: str) -> int:

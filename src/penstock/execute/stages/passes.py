@@ -189,7 +189,7 @@ class StagePasses:
         return SavedForward([*needing_gradient(inputs), *leaves], edges, [], deferred, parts)
 
     def _loss(self, step: Step, place: MicrobatchKey, parts: Sequence[ForwardPart], outputs: Any) -> Tensor | None:
-        if step.keeps_outputs:
+        if step.output_ranks:
             step.outputs[place] = detached(outputs)
         target = step.slices[place[0]][place[1]].target
         with ExitStack() as stack:
