@@ -118,6 +118,12 @@ def chart(family: str | Callable[..., Any], ranks: int, microbatches: int, costs
     return timeline_chart(ps.simulate(schedule, costs), theme=theme.name)
 
 
+def encoder_and_decoder(theme: Theme) -> bytes:
+    """The chain of docs/recipes/several_models.md."""
+    encoder, decoder = (ps.build(name, ranks=4, microbatches=8) for name in ("1f1b", "zb-h1"))
+    return timeline_chart(ps.simulate(ps.chain(encoder, decoder), UNITS), theme=theme.name)
+
+
 def front(theme: Theme) -> bytes:
     """Step time against memory of some families, by the command that docs/all.md names."""
     with tempfile.TemporaryDirectory() as folder:
@@ -393,6 +399,7 @@ PICTURES: dict[str, Callable[[Theme], bytes]] = {
     "search-front": searched_front,
     "slow-before": lambda theme: chart("1f1b", 2, 4, UNEVEN, theme),
     "slow-after": lambda theme: chart("1f1b", 2, 8, HALVES, theme),
+    "chain": encoder_and_decoder,
     "own-model": own_model,
     "replicas": replicas,
     "additions": additions,
