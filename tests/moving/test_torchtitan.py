@@ -148,3 +148,8 @@ def test_names_are_generated_for_even_parts():
         ["layers.5", "norm", "output"],
     ]
     assert [len(part) for part in generate_llm_fqn_per_model_part(2, 4, input_weight=3)] == [2, 5]
+    assert list(map(len, generate_llm_fqn_per_model_part(3, 32))) == [
+        12,
+        12,
+        11,
+    ]  # torchtitan once divided by zero here

@@ -34,6 +34,17 @@ def test_the_bubble_is_that_of_1f1b_with_smaller_stages_and_the_memory_that_of_t
     assert found.peak_activations == [min(per_rank * microbatches, each) for each in fullest]
 
 
+def test_all_forwards_first_save_no_time_and_keep_more_where_there_are_as_many_microbatches_as_ranks():
+    """Megatron-LM once did so by itself; docs/schedules.md has these numbers."""
+    usual, forwards_first = (
+        timeline("interleaved-1f1b", 4, 4, (1, 1, 1), stages_per_rank=2, all_forward_first=first)
+        for first in (False, True)
+    )
+
+    assert usual.makespan_s == forwards_first.makespan_s
+    assert (usual.peak_activations[-1], forwards_first.peak_activations[-1]) == (5, 8)
+
+
 @pytest.mark.slow
 def test_the_formulas_hold_where_the_page_says_so():
     for shape in groupings():
