@@ -33,7 +33,17 @@ GROUPS = {
     ),
     "Pipeline and layers": (
         "Run a schedule on a model.",
-        ["Pipeline", "cut", "from_transformers", "LayerSpec", "Skip", "Carry", "AuxiliaryLoss", "LossOutput"],
+        [
+            "Pipeline",
+            "cut",
+            "from_transformers",
+            "LayerSpec",
+            "Skip",
+            "Carry",
+            "AuxiliaryLoss",
+            "LossOutput",
+            "MicrobatchPlace",
+        ],
     ),
     "Checkpoints": ("Save and load a training.", ["save_checkpoint", "latest_checkpoint", "load_checkpoint"]),
     "Custom backwards": (

@@ -39,6 +39,7 @@ _NAMES = {
     "penstock.ir.schedule": "Schedule",
     "penstock.ir.timeline": "Timeline",
     "penstock.lowering": "lower",
+    "penstock.microbatch_place": "MicrobatchPlace",
     "penstock.models": "AuxiliaryLoss Carry LayerSpec Skip",
     "penstock.pipeline": "Pipeline",
     "penstock.placement": "Placement",

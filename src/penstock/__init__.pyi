@@ -40,6 +40,7 @@ from penstock.ir.recompute import with_recompute as with_recompute
 from penstock.ir.schedule import Schedule as Schedule
 from penstock.ir.timeline import Timeline as Timeline
 from penstock.lowering import lower as lower
+from penstock.microbatch_place import MicrobatchPlace as MicrobatchPlace
 from penstock.models import AuxiliaryLoss as AuxiliaryLoss
 from penstock.models import Carry as Carry
 from penstock.models import LayerSpec as LayerSpec

@@ -18,6 +18,7 @@ ROOMS = {
     "files": (0, {0}),
     "running_time": (0, {0}),
     "skipping": (0, {0}),
+    "microbatch_place": (0, {0}),
     "ir": (1, {0}),
     "schedules": (2, {0, 1}),
     "proofs": (2, {0, 1}),

@@ -61,7 +61,7 @@ class SayingPasses:
 
     @property
     def stage(self):
-        return SimpleNamespace(modules=[self])
+        return SimpleNamespace(modules=[self], takes_microbatch_place=False)
 
 
 class SayingParameters:

@@ -7,7 +7,7 @@ three places; I leaves for W what W needs.
 No name in a call holds what is kept: a frame that an error or a log keeps would keep activations alive.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from penstock.execute.ops.context import CompileContext
@@ -18,6 +18,7 @@ from penstock.execute.values.version_guard import VersionGuard
 from penstock.ir.deps import NONE
 from penstock.ir.keeps import NOTHING
 from penstock.ir.operations import Value
+from penstock.microbatch_place import MICROBATCH_PLACE, MicrobatchPlace
 
 Take = Callable[[Step], Any]
 """Returns the inputs or gradients that a row works on."""
@@ -27,17 +28,17 @@ def forward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle F: run a stage. Its saved tensors wait for the backward, its outputs for the next stage."""
     value, place = context.rows.keeps[row], context.place(row)
     run = (context.recomputation_of if value == Value.CHECKPOINT else context.passes_of)(row).forward
-    microbatch, index = place
     activation_key, result_key = context.keys.activation_of(row), context.keys.result_of(row)
-    take, key, action = _take_inputs(context, row), context.key(row), context.text(row)
+    take, take_keywords = _take_inputs(context, row), _take_keywords(context, row)
+    key, action = context.key(row), context.text(row)
     note_outputs = context.messenger.layouts.note_outputs
     is_last = context.program.placement.next_stage[key[0]] == NONE
 
     def run_forward(step: Step) -> None:
         if value == NOTHING:
-            outputs, _ = run(step, place, take(step), step.slices[microbatch][index].kwargs)
+            outputs, _ = run(step, place, take(step), take_keywords(step))
         else:
-            outputs, step.values[activation_key] = run(step, place, take(step), step.slices[microbatch][index].kwargs)
+            outputs, step.values[activation_key] = run(step, place, take(step), take_keywords(step))
         if not is_last:
             note_outputs(key, outputs, action)
             step.values[result_key] = VersionGuard.detached(outputs)
@@ -134,6 +135,20 @@ def _take_inputs(context: CompileContext, row: int) -> Take:
         return lambda step: step.slices[microbatch][index].args
     action, result_key = context.text(source), context.keys.result_of(source)
     return lambda step: (step.values.pop(result_key).checked(action),)
+
+
+def _take_keywords(context: CompileContext, row: int) -> Callable[[Step], Mapping[str, Any]]:
+    """Return what gets the keyword arguments of a forward; a stage that asks for it is told the microbatch too."""
+    microbatch, index = context.place(row)
+    if not context.passes_of(row).stage.takes_microbatch_place:
+        return lambda step: step.slices[microbatch][index].kwargs
+
+    def with_place(step: Step) -> Mapping[str, Any]:
+        weight = step.losses.auxiliary_shares.factor(microbatch, index)
+        place = MicrobatchPlace(microbatch, step.losses.num_microbatches, index, weight)
+        return {**step.slices[microbatch][index].kwargs, MICROBATCH_PLACE: place}
+
+    return with_place
 
 
 def _take_gradients(context: CompileContext, row: int) -> Take:

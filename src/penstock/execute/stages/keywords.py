@@ -10,6 +10,7 @@ from penstock.execute.control.error_notes import note_place
 from penstock.execute.stages.signatures import TakenKeywords
 from penstock.execute.stages.stage import Stage
 from penstock.execute.undocumented import is_leaf_changed_in_place
+from penstock.microbatch_place import MICROBATCH_PLACE
 
 _IN_PLACE = (
     "a {layer} fails with: {error} What a stage gets from another one must stay as it is until its gradient has been "
@@ -83,5 +84,6 @@ def _explained(
     if len(args) > 1 and isinstance(error, TypeError) and str(error).endswith(_TOO_MANY):
         return PipelineError(_TARGET.format(layer=layer_class(layer), error=error, number=len(args)))
     if kwargs and isinstance(error, TypeError) and _KEYWORD in str(error) and accepted.accepts_any_keyword:
-        return PipelineError(_ANY_KEYWORD.format(layer=layer_class(layer), error=error, names=sorted(kwargs)))
+        names = sorted(kwargs.keys() - {MICROBATCH_PLACE})
+        return PipelineError(_ANY_KEYWORD.format(layer=layer_class(layer), error=error, names=names))
     return error

@@ -22,6 +22,7 @@ from torch import nn
 
 from penstock.execute.batch.microbatch import ANY_KEYWORD
 from penstock.execute.undocumented import traced_arguments
+from penstock.microbatch_place import MICROBATCH_PLACE
 
 _PARSING_LOCK = Lock()
 """Two threads that parse at a time may fail: CPython counts their depth together (gh-106905)."""
@@ -37,16 +38,24 @@ class TakenKeywords:
     """Whether any other keyword may matter as well: the forward has `**kwargs`, and may use them itself."""
 
     def names(self, num_positional: int = 1) -> set[str]:
-        """Return the names that are free when the first `num_positional` are filled; `ANY_KEYWORD` for all."""
-        free = {name for name, position in self.positions.items() if position is None or position >= num_positional}
+        """Return the names that a batch may fill when the first `num_positional` are filled; `ANY_KEYWORD` for all."""
+        free = self._free_names(num_positional) - {MICROBATCH_PLACE}
         return free | {ANY_KEYWORD} if self.accepts_any_keyword else free
+
+    @property
+    def takes_microbatch_place(self) -> bool:
+        """Whether the forward names the parameter `microbatch_place`; a `**kwargs` is not given it."""
+        return MICROBATCH_PLACE in self.positions
 
     def select(self, kwargs: Mapping[str, Any], num_positional: int = 1) -> dict[str, Any]:
         """Return the entries of `kwargs` that the forward can take, but for those taken by position."""
-        free = self.names(num_positional)
+        free = self._free_names(num_positional)
         if self.accepts_any_keyword:
-            free |= kwargs.keys() - self.positions.keys()
+            free |= kwargs.keys() - self.positions.keys() - {MICROBATCH_PLACE}
         return {name: value for name, value in kwargs.items() if name in free}
+
+    def _free_names(self, num_positional: int) -> set[str]:
+        return {name for name, position in self.positions.items() if position is None or position >= num_positional}
 
 
 def taken_keywords(module: nn.Module) -> TakenKeywords:

@@ -48,6 +48,11 @@ class Stage:
         """Return the keyword arguments that the layers can take; `ANY_KEYWORD` among them if one may take any."""
         return {name for accepted in self.taken_keywords for name in accepted.names()}
 
+    @property
+    def takes_microbatch_place(self) -> bool:
+        """Whether a layer is told which microbatch it works on."""
+        return any(accepted.takes_microbatch_place for accepted in self.taken_keywords)
+
 
 def distinct(named_items: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
     """Drop what was already listed under another name, as a weight that two layers of this rank share."""

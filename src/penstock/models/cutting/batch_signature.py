@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.microbatch_place import MICROBATCH_PLACE
 
 
 class BatchSignature:
@@ -47,16 +48,19 @@ class BatchSignature:
         """The `**kwargs` of the forward, if a batch may have keywords for it; else None."""
         plain_parameters = [item for item in parameters if item.kind is not item.VAR_KEYWORD]
         self._signature = inspect.Signature(plain_parameters)
-        self.parameters = {item.name: item for item in plain_parameters if not names or item.name in names}
+        batch_parameters = [item for item in plain_parameters if item.name != MICROBATCH_PLACE]
+        self.parameters = {item.name: item for item in batch_parameters if not names or item.name in names}
         """The arguments by name, in the order of the forward."""
+        self._of_pipeline = [] if names else [item for item in plain_parameters if item.name == MICROBATCH_PLACE]
         self._required = [name for name, item in self.parameters.items() if item.default is item.empty]
         self._first = first
         self._model = type(model).__name__
 
     @property
     def keywords(self) -> list[inspect.Parameter]:
-        """The arguments that every stage takes, by name."""
-        return [item for name, item in self.parameters.items() if name not in self._first]
+        """The arguments that every stage takes, by name; among them what a pipeline tells of a microbatch."""
+        of_batch = [item for name, item in self.parameters.items() if name not in self._first]
+        return [*of_batch, *self._of_pipeline]
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_first: bool = True

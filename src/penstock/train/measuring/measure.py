@@ -32,6 +32,7 @@ from penstock.execute.stages.skips import StageSkipBuffer, StageSkips, skip_name
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.world import default_device, default_transport
 from penstock.execute.values.tree import as_graph_leaves, flatten, map_leaves
+from penstock.microbatch_place import MICROBATCH_PLACE, MicrobatchPlace
 
 NUM_WARM_UP_ROUNDS = 1
 MAX_WAIT_S = 3600.0
@@ -148,7 +149,9 @@ class _Walk:
     def _usual_s(self, layer: Layer, name: str, finish: Callable[[Any], Any]) -> tuple[float, float]:
         """Return the median seconds of the layer's forward and backward; a layer that was built here is gone then."""
         with _borrowed(layer, name, self._device) as module:
-            keywords = taken_keywords(module).select(self._kwargs, len(self._args))
+            keywords = taken_keywords(module).select(
+                {**self._kwargs, MICROBATCH_PLACE: MicrobatchPlace(0, 1, 0, 1.0)}, len(self._args)
+            )
             work = _LayerWork(module, self._args, keywords, self._skips, finish=finish)
             rounds = [self._round_s(work) for _ in range(NUM_WARM_UP_ROUNDS + self._num_rounds)]
         self._args, self._skips = (work.output,), self._skips | work.held_skips
