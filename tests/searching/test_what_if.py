@@ -131,13 +131,14 @@ def test_changes_of_an_uneven_run_name_their_keys_move_layers_to_shorter_stages_
     assert step_changes == sorted(step_changes)
 
 
-def test_a_run_with_the_keys_of_a_change_takes_what_was_simulated_of_it():
-    """Also of a run whose options its new schedule does not have."""
+@pytest.mark.parametrize("number", [{"microbatches": 8}, {"microbatch_size": 2}], ids=str)
+def test_a_run_with_the_keys_of_a_change_takes_what_was_simulated_of_it(number):
+    """Also of a run whose options its new schedule does not have, and of one that sets the size of a microbatch."""
     table = {
         "run": {"folder": "run"},
         "data": {"corpus": "stdlib"},
         "batch": {"size": 16},
-        "pipeline": {"ranks": 4, "microbatches": 8, "schedule": "1f1b", "options": {"warmup": "eager"}},
+        "pipeline": {"ranks": 4, "schedule": "1f1b", "options": {"warmup": "eager"}, **number},
     }
     each = tuple(seconds / 4 for seconds in UNEVEN for _ in range(4))
     per_layer = LayerCosts(forward=each, backward_input=each, backward_weight=each)

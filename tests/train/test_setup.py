@@ -113,6 +113,27 @@ def test_a_file_brings_its_own_slices_and_microbatches_and_a_family_takes_those_
         build_plan(with_pipeline(schedule=path, microbatches=2))
 
 
+@pytest.mark.feature("F5")
+def test_a_plan_has_the_microbatches_that_their_size_makes(tmp_path):
+    path = str(tmp_path / "mine.csv")
+    (tmp_path / "mine.csv").write_text(build("1f1b", ranks=2, microbatches=4).to_csv())
+
+    def with_size(size, **settings):
+        return config_from_table(
+            {
+                "run": {"folder": "run"},
+                "data": {"files": ["text"]},
+                "batch": {"size": 8},
+                "pipeline": {"ranks": 2, "microbatch_size": size, **settings},
+            }
+        )
+
+    assert build_plan(with_size(4)) == build("1f1b", ranks=2, microbatches=2)
+    assert build_plan(with_size(2, schedule=path)).num_microbatches == 4
+    with pytest.raises(ConfigError, match=r"microbatches: 8, but .* pipeline\.microbatch_size = 1 makes 8 of them"):
+        build_plan(with_size(1, schedule=path))
+
+
 def test_the_length_must_fill_the_slices_evenly_unless_told_otherwise():
     def check_slices(number, **batch):
         check_plan(config_of(pipeline={"schedule": "seq1f1b", "slices": number}, batch=batch))

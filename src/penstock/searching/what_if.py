@@ -57,6 +57,8 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options of the family."""
     stages_per_rank: int | None = None
+    sets_microbatch_size: bool = False
+    """Whether the run file sets the size of a microbatch in place of their number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,5 +248,7 @@ def _other_microbatches(now: _Plan, setting: Setting) -> Iterator[_Plan]:
             )
         except ConfigError:
             continue
-        settings = (f"pipeline.microbatches={int(count)}",)
+        size = setting.batch_size // int(count)
+        key, value = ("microbatch_size", size) if setting.sets_microbatch_size else ("microbatches", int(count))
+        settings = (f"pipeline.{key}={value}",)
         yield _Plan("microbatches", f"{int(count)} microbatches", schedule, now.layers_of_stage, settings)

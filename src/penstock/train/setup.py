@@ -253,8 +253,10 @@ def build_plan(config: RunConfig) -> Schedule | Program:
         )
     except ConfigError as error:
         # The planner knows the setting as `warmup`, the file as `pipeline.options.warmup`.
-        section = "pipeline.options" if error.key in pipeline.options else "pipeline"
-        raise ConfigError(error.problem, key=f"{section}.{error.key or 'schedule'}") from error
+        section, problem = "pipeline.options" if error.key in pipeline.options else "pipeline", error.problem
+        if error.key == "microbatches" and pipeline.microbatch_size:
+            problem += f". pipeline.microbatch_size = {pipeline.microbatch_size} makes {pipeline.microbatches} of them"
+        raise ConfigError(problem, key=f"{section}.{error.key or 'schedule'}") from error
     if pipeline.slices not in (0, plan.num_slices):
         raise ConfigError(
             f"{pipeline.slices}, but {plan.name} is for {plan.num_slices} slices; make them equal",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.train.settings.config import config_from_table
+from penstock.train.settings.config import config_from_table, config_to_toml, load_config
 from tests.train.settings.tables import config_with, refusal_of, table_with
 
 
@@ -50,6 +50,37 @@ from tests.train.settings.tables import config_with, refusal_of, table_with
             "replicas; use at least one sequence per microbatch: set pipeline.microbatches = 4, or batch.size = 16",
         ),
         ({"batch": {"size": 3}, "parallel": {"data": 4}}, "batch.size", "sequence per microbatch: set batch.size = 32"),
+        (
+            {"pipeline": {"microbatch_size": 2, "microbatches": 8}},
+            "pipeline.microbatch_size",
+            "beside pipeline.microbatches, which follows from it; drop one of the two",
+        ),
+        (
+            {"batch": {"size": 18}, "pipeline": {"microbatch_size": 4}},
+            "pipeline.microbatch_size",
+            "4 does not divide the 18 sequences of a batch; use one of 1, 2, 3, 6, 9, 18",
+        ),
+        (
+            {"batch": {"size": 24, "allow_ragged": True}, "parallel": {"data": 2}, "pipeline": {"microbatch_size": 24}},
+            "pipeline.microbatch_size",
+            "the 12 sequences of a batch of each of parallel.data = 2 replicas; use one of 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            {"batch": {"size": 17, "allow_ragged": True}, "parallel": {"data": 2}, "pipeline": {"microbatch_size": 4}},
+            "batch.size",
+            "17 is not a multiple of parallel.data = 2, so that replicas cannot all have microbatches of pipeline",
+        ),
+        (
+            {"batch": {"size": 2}, "parallel": {"data": 3}, "pipeline": {"microbatch_size": 1}},
+            "batch.size",
+            "pipeline.microbatch_size = 1; use 3",
+        ),
+        (
+            {"batch": {"size": 10**15}, "pipeline": {"microbatch_size": 3}},
+            "pipeline.microbatch_size",
+            "use one of 1, 2, 4, 5, 8, 10, 16, 20, 25, 32, ...",
+        ),
+        ({"pipeline": {"microbatch_size": -1}}, "pipeline.microbatch_size", "greater than or equal to 0"),
         ({"model": {"heads": 3, "key_value_heads": 3}}, "model.heads", "do not divide model.width = 160"),
         ({"model": {"width": 12, "heads": 4}}, "model.heads", "must be even"),
         ({"model": {"key_value_heads": 3}}, "model.key_value_heads", "does not divide model.heads = 4"),
@@ -115,3 +146,19 @@ def test_all_contradictions_come_at_once_and_none_where_a_rule_does_not_hold():
     assert config_with(batch={"size": 18, "allow_ragged": True}).batch.size == 18
     own_batches = {"run": {"folder": "runs/x"}, "data": {"source": "mine.py:batches"}, "model": {"vocabulary": 100}}
     assert config_from_table(own_batches).model.vocabulary == 100
+
+
+@pytest.mark.feature("F5")
+@pytest.mark.parametrize(("replicas", "number"), [(1, 12), (2, 6)])
+def test_the_number_of_microbatches_follows_from_their_size_and_from_later_overrides(tmp_path, replicas, number):
+    """A stored configuration has the size alone, so that another batch has another number."""
+    config = config_with(batch={"size": 24}, parallel={"data": replicas}, pipeline={"microbatch_size": 2})
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(config))
+
+    assert config.pipeline.microbatches == number
+    assert load_config(path) == config
+    assert load_config(path, ["batch.size=48"]).pipeline.microbatches == 2 * number
+    assert config_with(pipeline={"microbatches": 4}).pipeline.microbatches == 4
+    assert config_with().pipeline.microbatches == 8
+    assert "microbatches = 8" in config_to_toml(config_with())

@@ -24,6 +24,7 @@ SYNONYMS = {
     "num_layers": "model.layers",
     "hidden_size": "model.width",
     "world_size": "pipeline.ranks",
+    "micro_batch_size": "pipeline.microbatch_size",
     "data_parallel_size": "parallel.data",
     "gradient_accumulation_steps": "batch.accumulate",
     "max_grad_norm": "optimizer.clip_norm",
@@ -53,6 +54,10 @@ class RunConfig(Sections):
     def _keep_the_rules(self) -> Self:
         if problems := problems_of(self):
             raise config_error(problems)
+        if size := self.pipeline.microbatch_size:
+            # The number of microbatches has one home, whichever of the two keys a run file sets.
+            number = self.batch.size // self.parallel.data // size
+            object.__setattr__(self, "pipeline", self.pipeline.model_copy(update={"microbatches": number}))
         return self
 
     @property
@@ -104,16 +109,24 @@ def config_from_table(table: Mapping[str, object]) -> RunConfig:
 
 
 def config_to_toml(config: RunConfig) -> str:
-    """Return every setting with its meaning as a comment; `load_config` reads it back to an equal value."""
+    """Return every setting with its meaning as a comment; `load_config` reads it back to an equal value.
+
+    A key that another one decides is left out, for a file that sets both is refused.
+    """
     document = tomlkit.document()
     for name, section in config:
         table = tomlkit.table()
         for key, value in section:
-            if value is not None:
+            if value is not None and not _follows(config, name, key):
                 table.add(tomlkit.comment(meaning_of(type(section).model_fields[key])))
                 table.add(key, _toml_value(value))
         document.add(name, table)
     return tomlkit.dumps(document)
+
+
+def _follows(config: RunConfig, section: str, key: str) -> bool:
+    """Whether another key decides what the value of this one is."""
+    return (section, key) == ("pipeline", "microbatches") and config.pipeline.microbatch_size > 0
 
 
 def _toml_value(value: Any) -> Any:

@@ -37,6 +37,8 @@ def problems_of(config: Sections) -> list[Problem]:
 
 def _batch_problems(config: Sections) -> Iterator[Problem]:
     """Yield the problem of a batch that the microbatches of all replicas do not divide, and the nearest numbers."""
+    if config.pipeline.microbatch_size:
+        return
     batch, replicas = config.batch, config.parallel.data
     size, count = batch.size, config.pipeline.microbatches
     most = count * replicas  # microbatches of all replicas
@@ -56,6 +58,37 @@ def _batch_problems(config: Sections) -> Iterator[Problem]:
         fix += f", or pipeline.microbatches = {fewer}" if fewer else ""
         problem = f"{size} is not a multiple of {requirement}; {fix}"
     yield "batch.size", problem
+
+
+def _microbatch_size_problems(config: Sections) -> Iterator[Problem]:
+    """Yield the problem of a size that does not divide the sequences of a replica, and the sizes that do."""
+    size, num_sequences, replicas = config.pipeline.microbatch_size, config.batch.size, config.parallel.data
+    if not size:
+        return
+    if "microbatches" in config.pipeline.model_fields_set:
+        problem = "beside pipeline.microbatches, which follows from it; drop one of the two"
+        yield "pipeline.microbatch_size", problem
+    elif num_sequences % replicas:
+        above = num_sequences - num_sequences % replicas + replicas
+        nearest_sizes = f"{above - replicas} or {above}" if above > replicas else f"{above}"
+        yield (
+            "batch.size",
+            f"{num_sequences} is not a multiple of parallel.data = {replicas}, so that replicas cannot all have "
+            f"microbatches of pipeline.microbatch_size = {size}; use {nearest_sizes}",
+        )
+    elif num_sequences // replicas % size:
+        num_rows = num_sequences // replicas
+        replica_note = f" of each of parallel.data = {replicas} replicas" if replicas > 1 else ""
+        yield (
+            "pipeline.microbatch_size",
+            f"{size} does not divide the {num_rows} sequences of a batch{replica_note}; use {_said_divisors(num_rows)}",
+        )
+
+
+def _said_divisors(number: int) -> str:
+    """Say which numbers divide a number: the first of them."""
+    divisors = [divisor for divisor in range(1, min(number, MOST_TRIED) + 1) if number % divisor == 0][:MAX_SHOWN]
+    return f"one of {', '.join(map(str, divisors))}{', ...' if divisors[-1] < number else ''}"
 
 
 def _ramp_problems(config: Sections) -> Iterator[Problem]:
@@ -250,6 +283,7 @@ def _lacks_tokenizer(config: Sections) -> bool:
 
 _RULES = (
     _batch_problems,
+    _microbatch_size_problems,
     _ramp_problems,
     _pipeline_problems,
     _model_problems,

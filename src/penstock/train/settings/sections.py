@@ -97,7 +97,9 @@ class PipelineSection(Section):
     options: dict[str, Scalar] = Field(default_factory=dict)
     """options of the named schedule"""
     microbatches: Positive = DEFAULT_MICROBATCHES
-    """microbatches per batch"""
+    """microbatches per batch, in each replica"""
+    microbatch_size: NotNegative = 0
+    """sequences of a microbatch, in place of pipeline.microbatches, which then follows; 0: as many as that makes"""
     slices: NotNegative = 0
     """slices along the sequence per microbatch; 0: none, or as many as a schedule file has"""
     stages_per_rank: NotNegative = 0

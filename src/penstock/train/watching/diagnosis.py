@@ -137,6 +137,7 @@ def setting_of(config: RunConfig) -> Setting:
         family=pipeline.schedule if is_family_name(pipeline.schedule) else None,
         options=pipeline.options,
         stages_per_rank=pipeline.stages_per_rank or None,
+        sets_microbatch_size=pipeline.microbatch_size > 0,
     )
 
 
