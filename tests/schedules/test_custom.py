@@ -133,7 +133,7 @@ def test_a_function_that_takes_a_rank_is_called_for_each():
         build(order, **SIZE, rank=1)
 
 
-@pytest.mark.parametrize("given", [True, "true"])
+@pytest.mark.parametrize("given", [True, "true", "1"])
 def test_every_function_takes_the_options_of_every_family(given):
     seen = {}
 
@@ -143,7 +143,8 @@ def test_every_function_takes_the_options_of_every_family(given):
 
     for function in (all_forward_first, note):
         plain, again = build(function, **SIZE), build(function, **SIZE, recompute=given)
-        assert (again, again.name) == (with_recompute(plain), plain.name)
+        expected = with_recompute(plain, activations=1 if given == "1" else None)
+        assert (again, again.name) == (expected, plain.name)
         assert build(function, **SIZE, recompute=False) == plain
     assert seen == {}
     with pytest.raises(ConfigError, match="recompute: 'maybe' is not a value of it; choose false or true"):

@@ -35,6 +35,23 @@ def test_a_value_that_is_no_choice_is_refused_with_the_choices():
     assert caught.value.key == "warmup"
 
 
+def test_a_choice_may_take_a_number_too():
+    known = {"again": Choice("false", ("false", "true"), "run again", takes_number=True)}
+
+    assert [Options.read("toy", known, {"again": value}).word("again") for value in (True, "3", 3)] == [
+        "true",
+        "3",
+        "3",
+    ]
+    assert known["again"].values == "false or true or a number"
+    for value, expected in (
+        ("maybe", "choose false or true, or give a whole number of 1"),
+        ("0", "give a whole number of"),
+    ):
+        with pytest.raises(ConfigError, match=rf"again: {value!r} is not a value of it; {expected}"):
+            Options.read("toy", known, {"again": value})
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "", "²", "10000000000", True, None])
 def test_a_value_that_is_no_whole_number_is_refused(value):
     with pytest.raises(ConfigError, match=r"group: .* is not a value of it; give a whole number of 1 or more"):

@@ -103,6 +103,8 @@ def test_a_file_brings_its_own_slices_and_microbatches_and_a_family_takes_those_
 
     eager = with_pipeline(schedule="1f1b", options={"warmup": "eager"})
     assert build_plan(eager)[0] == build("1f1b", ranks=2, microbatches=4, warmup="eager")[0]
+    roomy = with_pipeline(schedule="gpipe", options={"recompute": 2})
+    assert build_plan(roomy) == build("gpipe", ranks=2, microbatches=4, recompute=2)
     for named in ({"schedule": path}, {"schedule": path, "slices": 2}, {"schedule": "seq1f1b", "slices": 2}):
         found = build_plan(with_pipeline(**named))
         assert found == build("seq1f1b", ranks=2, microbatches=4, slices=2)

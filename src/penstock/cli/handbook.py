@@ -15,7 +15,7 @@ from penstock.cli.drawing import on_screen
 from penstock.errors import PenstockError
 from penstock.ir.grid import to_grid
 from penstock.ir.transports import MODELS
-from penstock.schedules import Choice, Family, Option, build
+from penstock.schedules import Family, Option, build
 from penstock.searching.comparison import Comparison, Refusal, compare
 from penstock.simulation import Costs
 from penstock.tables import Column, Screen, fields_text, table_text
@@ -179,5 +179,4 @@ def _facts(family: Family, options: Mapping[str, Option]) -> list[tuple[str, str
 
 
 def _option(option: Option) -> str:
-    values = " or ".join(option.choices) if isinstance(option, Choice) else "a number"
-    return f"{values} (default {option.default}): {option.help}"
+    return f"{option.values} (default {option.default}): {option.help}"

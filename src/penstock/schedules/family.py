@@ -81,7 +81,11 @@ def by_rank(
 
 def with_common(schedule: Schedule, options: Options) -> Schedule:
     """Return a schedule as the options of every family want it."""
-    return replace(with_recompute(schedule), name=schedule.name) if options.is_on("recompute") else schedule
+    recompute = options.word("recompute")
+    if recompute == "false":
+        return schedule
+    num_activations = None if recompute == "true" else int(recompute)
+    return replace(with_recompute(schedule, activations=num_activations), name=schedule.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,25 @@ from penstock.errors import ConfigError, nearest, shortened
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a few words."""
+    """One of a few words, or where it `takes_number` a whole number of 1 or more."""
 
     default: str
     choices: tuple[str, ...]
     help: str
+    takes_number: bool = False
 
-    def read(self, text: str, key: str) -> str:
+    def read(self, text: str, key: str) -> str | int:
+        if self.takes_number and text.isdigit():
+            return _whole_number(text, key)
         if text not in self.choices:
-            raise ConfigError(f"{shortened(text)} is not a value of it; choose {' or '.join(self.choices)}", key=key)
+            expected = " or ".join(self.choices) + ", or give a whole number of 1 or more" * self.takes_number
+            raise ConfigError(f"{shortened(text)} is not a value of it; choose {expected}", key=key)
         return text
+
+    @property
+    def values(self) -> str:
+        """What it may be, in words."""
+        return " or ".join([*self.choices, *(["a number"] if self.takes_number else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +37,18 @@ class Number:
     help: str
 
     def read(self, text: str, key: str) -> int:
-        if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
-            raise ConfigError(f"{shortened(text)} is not a value of it; give a whole number of 1 or more", key=key)
-        return int(text)
+        return _whole_number(text, key)
+
+    @property
+    def values(self) -> str:
+        """What it may be, in words."""
+        return "a number"
+
+
+def _whole_number(text: str, key: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
+        raise ConfigError(f"{shortened(text)} is not a value of it; give a whole number of 1 or more", key=key)
+    return int(text)
 
 
 Option = Choice | Number
@@ -42,7 +60,13 @@ def flag(help: str) -> Choice:
 
 
 COMMON = {
-    "recompute": flag("each forward keeps its inputs only and runs again before its backward: less memory, more work")
+    "recompute": Choice(
+        "false",
+        ("false", "true"),
+        "each forward keeps its inputs only and runs again before its backward: less memory, more work; with a number, "
+        "only forwards that find no room on a rank with room for so many activations",
+        takes_number=True,
+    )
 }
 """The options of every family and function."""
 

@@ -84,17 +84,48 @@ def test_every_family_computes_the_same_with_recomputation(name):
         feature, loss = features[(index + 3 * turn) % len(features)], losses[(index + turn) % len(losses)]
         expected = outcomes_of(schedule, feature, loss)
 
-        for recomputed in (ps.with_recompute(schedule), some(schedule)):
+        has_room_for_one = ps.with_recompute(schedule, activations=2)
+        for recomputed in (ps.with_recompute(schedule), some(schedule), has_room_for_one):
+            if recomputed is schedule:  # a schedule that never holds more than one
+                continue
             assert Op.RECOMPUTE in recomputed.ops
             assert_same(outcomes_of(recomputed, feature, loss), expected)
 
 
 @pytest.mark.slow
 def test_slices_that_carry_state_learn_the_same():
-    schedule = ps.with_recompute(build("seq1f1b", ranks=2, microbatches=4, slices=3))
+    plain = build("seq1f1b", ranks=2, microbatches=4, slices=3)
 
-    assert mistakes(decoder_task(), schedule) == []
-    assert mistakes(carrying_task(RunningSum, CarriedGRU, CarriedAttention, RunningSum), schedule) == []
+    for schedule in (ps.with_recompute(plain), ps.with_recompute(plain, activations=2)):
+        assert schedule != plain
+        assert mistakes(decoder_task(), schedule) == []
+        assert mistakes(carrying_task(RunningSum, CarriedGRU, CarriedAttention, RunningSum), schedule) == []
+
+
+@pytest.mark.feature("X17")
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe"])
+def test_a_rank_with_room_for_two_activations_holds_no_more_and_computes_the_same(name):
+    num_ranks = 4 if name == "dualpipe" else 3
+    plain, in_part = (build(name, ranks=num_ranks, microbatches=8, **options) for options in ({}, {"recompute": 2}))
+    inputs, target = values(1, 16, WIDTH), values(2, 16, WIDTH)
+
+    def run(wires, schedule):
+        layers = [block(seed) for seed in range(6)]
+        with Pipeline(layers, schedule, loss=square_loss, transport=wires) as pipeline:
+            result = pipeline.step(inputs, target=target, record=True)
+            outcome = result.loss, result.losses, gradients_of(pipeline.named_parameters())
+            rows = pipeline.timeline.program.op == Op.RECOMPUTE
+            ranks = pipeline.memory_report(inputs, target=target).ranks
+            return outcome, int(rows.sum()), [rank.peak_activations for rank in ranks]
+
+    expected, found = (on_ranks(num_ranks, run, schedule) for schedule in (plain, in_part))
+
+    for (plain_outcome, _, plain_peaks), (outcome, num_again, peaks) in zip(expected, found, strict=True):
+        assert_same(outcome, plain_outcome)
+        assert 0 < num_again == int((in_part.op == Op.RECOMPUTE).sum()) < int((in_part.op == Op.FORWARD).sum())
+        assert peaks == ps.check(in_part).peak_activations
+        assert sum(peaks) < sum(plain_peaks)
+        assert max(peaks) <= 2 or name in ("zb-h1", "zbv")  # of which a part stays until W
 
 
 class Counting(Around):
@@ -184,6 +215,18 @@ def test_buffers_of_layers_and_of_the_loss_change_once_and_are_read_as_at_first(
 
     assert expected[0][2].get("0.calls", 4 * NUM_STEPS) == 4 * NUM_STEPS
     assert_same(trained(ps.with_recompute(schedule), *made), expected)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    "made", [(Counting,), (GrowingUnseen,), (GrowingAnew,), (block, Centered)], ids=lambda made: made[-1]
+)
+def test_buffers_are_read_as_at_first_where_some_microbatches_of_a_stage_run_again(made, name):
+    schedule = build(name, ranks=3, microbatches=4)
+    in_part = ps.with_recompute(schedule, activations=2)
+
+    assert 0 < (in_part.op[in_part.stage == 0] == Op.RECOMPUTE).sum() < 4
+    assert_same(trained(in_part, *made), trained(schedule, *made))
 
 
 class CountedInPlace(Around):
