@@ -52,7 +52,7 @@ GROUPS = {
     ),
     "Batches": (
         "Say how a batch is cut, and its outputs are merged.",
-        ["BatchSpec", "Split", "Replicate", "PreSplit", "Stream", "Part", "Concat", "Stack", "Sum"],
+        ["BatchSpec", "Split", "Replicate", "PreSplit", "Stream", "StreamContext", "Part", "Concat", "Stack", "Sum"],
     ),
     "Observers": ("See what a step did.", ["Observer"]),
     "Schedules and programs": (

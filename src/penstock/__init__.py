@@ -27,6 +27,7 @@ _NAMES = {
         "PeerLost PenstockError PenstockWarning PipelineError ScheduleError StepRefused"
     ),
     "penstock.execute.batch.microbatch": "BatchSpec Concat PreSplit Replicate Split Stack Sum",
+    "penstock.execute.batch.preprocessing": "StreamContext",
     "penstock.execute.batch.stream": "Part Stream",
     "penstock.execute.losses.output": "LossOutput",
     "penstock.execute.observing.observer": "Observer",

@@ -25,6 +25,7 @@ from penstock.execute.batch.microbatch import Replicate as Replicate
 from penstock.execute.batch.microbatch import Split as Split
 from penstock.execute.batch.microbatch import Stack as Stack
 from penstock.execute.batch.microbatch import Sum as Sum
+from penstock.execute.batch.preprocessing import StreamContext as StreamContext
 from penstock.execute.batch.stream import Part as Part
 from penstock.execute.batch.stream import Stream as Stream
 from penstock.execute.losses.output import LossOutput as LossOutput

@@ -89,6 +89,7 @@ class Runner:
             # compares the copies themselves, before every step.
             digest_copies=lambda: () if options.debug == "values" else copy_digests(session.parameters.copies),
             read=options.clock.read,
+            num_steps=lambda: self.step_number,
         )
         self._exchange = LossExchange(control, device)
         self._auxiliary: list[Auxiliary] = modules_with(layers, Auxiliary)

@@ -439,6 +439,40 @@ def test_prepared_items_give_what_items_that_were_ready_give():
     assert difference(found, ready.reference(M)) == []
 
 
+@pytest.mark.feature("G4")
+def test_a_hook_is_told_which_microbatch_of_which_step_it_prepares_and_computes_the_same():
+    """Ranks without data of their own are given none; step 1 is refused, and an evaluation takes what it looked at."""
+    task = float_task(2 * M)
+    raw = [(piece[0] - index, piece[1]) for index, piece in enumerate(pieces(task))]
+
+    def case(wires):
+        notes = []
+
+        def prepare(item, context):
+            notes.append((context.step, context.is_training, context.index, context.number))
+            return item[0] + context.index, item[1]
+
+        pipeline = pipeline_of(wires, task)
+        stream = stream_on(pipeline, raw * 3, preprocess=prepare)
+        outcome = outcome_of(pipeline, pipeline.step(*stream))
+        refused = error_of(pipeline.step, *(stream if wires.rank else (torch.zeros(1),)))
+        evaluated = pipeline.evaluate(*stream).loss
+        pipeline.step(*stream)
+        return outcome, refused, evaluated, notes
+
+    found = on_ranks(2, case)
+
+    ready = Task(task.make_layers, (torch.cat([item[0] + index for index, item in enumerate(raw)]),), task.target)
+    assert difference([outcome for outcome, *_ in found], ready.reference(M)) == []
+    for rank, (outcome, refused, evaluated, notes) in enumerate(found):
+        assert isinstance(refused, StepRefused)
+        assert evaluated == outcome.result.loss
+        looked_at = [(1, True, 0, M)] * rank  # by the step that was refused
+        expected = [(0, True, index, M) for index in range(M)] + looked_at
+        expected += [(1, False, index, M) for index in range(M)] + [(1, True, index, M) for index in range(M)]
+        assert notes == expected
+
+
 # ---- data that end, or go on
 
 

@@ -6,6 +6,7 @@ import torch
 
 from penstock.errors import ConfigError, EndOfData, PipelineError
 from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.preprocessing import StreamContext
 from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
 from tests.support.local_pipelines import error_of
 
@@ -23,27 +24,32 @@ class Clock:
 READ = Clock().read
 
 
+def context(number, *, is_training=True, step=0):
+    """Of the first microbatch of a step."""
+    return StreamContext(0, number, is_training, step)
+
+
 def test_a_step_takes_first_what_it_looked_at_asks_for_no_more_and_passes_over_what_the_one_before_it_left():
     items = iter([("a", "x"), ["b", "y"], ("c", "z"), ("d", "z")])
     stream = Stream(items)
 
-    looked_at = stream.begin_step(0, 3, READ)
+    looked_at = stream.begin_step(0, context(3), READ)
     taken = [stream.take() for _ in range(2)]
 
     assert looked_at is taken[0]
     pulled = [(pull.part.args, pull.part.kwargs, pull.part.target) for pull in taken]
     assert pulled == [(("a",), {}, "x"), (("b",), {}, "y")]
-    assert stream.begin_step(0, 1, READ).part.args == ("d",)
+    assert stream.begin_step(0, context(1), READ).part.args == ("d",)
     assert stream.position == 3
 
 
 def test_a_stream_that_ended_says_so_again_and_again():
     stream = Stream([(0, 0)])
-    stream.begin_step(0, 1, READ)
+    stream.begin_step(0, context(1), READ)
     stream.take()
 
     for _ in range(2):
-        error = error_of(stream.begin_step, 0, 1, READ)
+        error = error_of(stream.begin_step, 0, context(1), READ)
         assert isinstance(error, EndOfData)
         assert "rank 0 had 1 microbatches" in str(error)
         stream.undo_begin()
@@ -52,7 +58,7 @@ def test_a_stream_that_ended_says_so_again_and_again():
 def test_a_stream_that_ends_inside_a_step_names_the_counts():
     stream = Stream([(index, index) for index in range(5)])
     for _ in range(3):
-        stream.begin_step(2, 3, READ)
+        stream.begin_step(2, context(3), READ)
         stream.take()
         stream.take()
         if stream.num_taken < 5:
@@ -75,18 +81,48 @@ def test_the_wait_for_an_item_and_its_preparation_are_timed_apart():
         clock.now_s += 5
         return item
 
-    pull = Stream(source(), preprocess=prepare).begin_step(0, 1, clock.read)
+    pull = Stream(source(), preprocess=prepare).begin_step(0, context(1), clock.read)
 
     assert (pull.begin_s, pull.got_s, pull.end_s) == (1.0, 12.0, 18.0)
+
+
+@pytest.mark.feature("G4")
+def test_the_context_of_a_preprocess_is_that_of_its_step_after_a_refused_and_a_failed_one_too():
+    notes = []
+
+    def prepare(item, context):
+        notes.append((item, context.index, context.number, context.is_training, context.step))
+        if item == "c" and len(notes) < 5:
+            raise OSError("planted")
+        return item, context.index
+
+    stream = Stream("abcdef", preprocess=prepare)
+    stream.begin_step(0, context(2, step=4), READ)
+    stream.undo_begin()  # the ranks refused the step, and then evaluate
+    stream.begin_step(0, context(3, is_training=False, step=4), READ)
+    taken = [stream.take().part.args for _ in range(2)]
+    assert isinstance(error_of(stream.take), OSError)
+    stream.begin_step(0, context(2, step=4), READ)
+    taken += [stream.take().part.args for _ in range(2)]
+
+    assert taken == [("a",), ("b",), ("d",), ("e",)]
+    assert notes == [
+        ("a", 0, 2, True, 4),
+        ("a", 0, 3, False, 4),
+        ("b", 1, 3, False, 4),
+        ("c", 2, 3, False, 4),
+        ("d", 0, 2, True, 4),
+        ("e", 1, 2, True, 4),
+    ]
 
 
 @pytest.mark.parametrize("item", [torch.zeros(2), (torch.zeros(2),), {"x": 1}, None])
 def test_what_is_no_microbatch_no_stream_or_no_rule_for_one_is_an_error_that_says_what_is(item):
     with pytest.raises(PipelineError, match=r"expected a tuple or list .* or ps.Part\(input, "):
-        Stream([item]).begin_step(0, 1, READ)
+        Stream([item]).begin_step(0, context(1), READ)
     with pytest.raises(ConfigError, match="5 of type int gives no microbatches"):
         Stream(5)
-    reader = Reader(Stream([item]), 0, BatchRule(1), StreamRules(has_count=True), read=READ)
+    reader = Reader(Stream([item]), 0, context(1), BatchRule(1), StreamRules(has_count=True), read=READ)
     with pytest.raises(PipelineError, match="count weighs microbatches by their targets"):
         reader.begin()  # before anything is pulled
 
@@ -108,7 +144,9 @@ def item(rows, length=4):
 
 
 def reader_of(items, *, rule=None, read=lambda: 0.0, **rules):
-    reader = Reader(Stream(items), 1, rule or BatchRule(len(items)), StreamRules(**rules), read=read)
+    reader = Reader(
+        Stream(items), 1, context(len(items)), rule or BatchRule(len(items)), StreamRules(**rules), read=read
+    )
     reader.begin()
     return reader
 
@@ -154,7 +192,7 @@ def test_shapes_that_may_vary_do(second, rules):
 
 def test_a_wait_of_a_step_that_was_refused_is_none_of_the_next_one():
     stream = Stream([item(2)] * 2)
-    readers = [Reader(stream, 1, BatchRule(2), StreamRules(), read=lambda: 0.0) for _ in range(2)]
+    readers = [Reader(stream, 1, context(2), BatchRule(2), StreamRules(), read=lambda: 0.0) for _ in range(2)]
     readers[0].begin()
     stream.undo_begin()
 

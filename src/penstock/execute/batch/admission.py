@@ -12,6 +12,7 @@ from penstock.execute.batch.host_to_device import HostToDevice, copies_for, pinn
 from penstock.execute.batch.microbatch import Microbatch, PreSplit, without_data
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.prefetcher import Prefetcher
+from penstock.execute.batch.preprocessing import StreamContext
 from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
 from penstock.execute.batch.values import NUM_PARTS, BatchValues, refuse_other_values
 from penstock.execute.control.agreement import (
@@ -94,6 +95,8 @@ class Admission:
     """Returns the digests of this rank's copies of tied parameters, which change in training steps."""
     read: Callable[[], float] = time.monotonic
     """The clock that times waits for data."""
+    num_steps: Callable[[], int] = lambda: 0
+    """Returns the number of training steps that have succeeded."""
     _copies: HostToDevice | None = field(init=False)
     _num_admitted: Counter[bool] = field(default_factory=Counter)
     _has_warned: bool = False
@@ -122,7 +125,7 @@ class Admission:
             output_ranks = named_ranks(call.return_outputs, self.control.within.num_ranks)
             stream = _stream_of(call)
             if call.refusal is None:
-                local_batch = self._cut_batch(call, mode) if stream is None else self._batch_of_stream(stream)
+                local_batch = self._cut_batch(call, mode) if stream is None else self._batch_of_stream(stream, mode)
         except PenstockError as error:
             refusal = refusal or error
         values, reader = None, local_batch.reader
@@ -259,13 +262,14 @@ class Admission:
             )
         return f"{len(call.args)} by position "
 
-    def _batch_of_stream(self, stream: Stream) -> Batch:
+    def _batch_of_stream(self, stream: Stream, mode: Mode) -> Batch:
         """Look at the first microbatch alone, and expect the others to be like it."""
         indices = range(self.rule.num_microbatches)
         if not (self.needs.inputs or self.needs.target or self.needs.keywords):
             return self._cut_batch(StepRequest(), Mode.TRAIN)
         rank, copy = self.control.rank, None if self._copies is None else pinned_or_copied
-        reader = Reader(stream, rank, self.rule, self.stream_rules, self.read, copy, self._bind)
+        context = StreamContext(0, len(indices), mode.is_training, self.num_steps())
+        reader = Reader(stream, rank, context, self.rule, self.stream_rules, self.read, copy, self._bind)
         part, slices = reader.begin()
         self._check_arguments(part)
         first = self._bind(StepRequest(part.args, part.kwargs, part.target))

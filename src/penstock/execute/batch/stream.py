@@ -13,12 +13,11 @@ from torch import Tensor
 from penstock.errors import ConfigError, EndOfData, PipelineError, described, warn
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import Microbatch
+from penstock.execute.batch.preprocessing import Preprocess, Preprocessor, StreamContext
 from penstock.execute.values.layouts import leaf_text
 from penstock.execute.values.tree import flatten, map_leaves
 from penstock.ir.timeline import DataWait
 
-Preprocess = Callable[[Any], Any]
-"""Takes what the iterator gave, returns what the stream is to yield instead."""
 CopyLeaf = Callable[[Any], Any]
 """Returns a value of a microbatch in memory of its own."""
 _Cut = tuple[Microbatch, list[Microbatch]]
@@ -74,6 +73,8 @@ class Pull:
     end_s: float
     is_of_this_step: bool = True
     """False where an earlier step has waited for it, and was then refused."""
+    item: Any = None
+    """The item that was prepared, where another step would prepare it otherwise."""
 
 
 class Stream:
@@ -84,22 +85,25 @@ class Stream:
             pipeline.step(stream)                 takes the next `microbatches` of them
 
     The iterator gives one microbatch at a time: a tuple or list `(input, ..., target)`, or a `ps.Part`, which may have
-    keywords, or no target. `preprocess`, if any, is called with each and returns one of these. A step leaves the rest
-    for the next one. A rank with neither a first nor a last stage, nor layers that take keywords, needs
-    none. Its tensors are copied, so the iterator may fill the same ones again.
+    keywords, or no target. `preprocess`, if any, is called with each and returns one of these; a function that needs
+    two arguments gets a `StreamContext` too. A step leaves the rest for the next one. A rank with neither a first nor a
+    last stage, nor layers that take keywords, needs none. Its tensors are copied, so the iterator may fill the same
+    ones again.
 
     A stream is one rank's: ranks that are threads of one process need one each. After a step that failed, what is left
     of its microbatches is passed over, so that all ranks go on with the same ones.
 
     Raises:
-        ConfigError: there is nothing to iterate over.
+        ConfigError: there is nothing to iterate over, or `preprocess` cannot be called so.
     """
 
     def __init__(self, source: Iterable[Any], *, preprocess: Preprocess | None = None) -> None:
         if not isinstance(source, Iterable):
             raise ConfigError(f"{described(source)} gives no microbatches; pass an iterable of them", key="source")
         self._items: Iterator[Any] = iter(source)
-        self._preprocess = preprocess
+        self._preprocessor = Preprocessor(preprocess)
+        self._first_context: StreamContext | None = None
+        """Context of the first microbatch of the step that was begun last."""
         self._peeked: Pull | None = None
         self._unprepared: list[Any] = []
         self._num_taken = 0
@@ -120,12 +124,13 @@ class Stream:
         return self._num_taken
 
     def begin_step(
-        self, rank: int, num_microbatches: int, read: Callable[[], float], copy: CopyLeaf | None = None
+        self, rank: int, first: StreamContext, read: Callable[[], float], copy: CopyLeaf | None = None
     ) -> Pull:
-        """Begin a step of `num_microbatches`, and return the first one: it is pulled off the iterator, but not taken.
+        """Begin a step, and return its first microbatch: it is pulled off the iterator, but not taken.
 
-        Microbatches that the step before did not take, since it failed, are passed over first. `read` returns the time
-        in seconds, by which pulls are timed. `copy` takes over each value, as in `Part.copied`.
+        `first` is the context of this microbatch, which says how many the step has. Microbatches that the step before
+        did not take, since it failed, are passed over first. `read` returns the time in seconds, by which pulls are
+        timed. `copy` takes over each value, as in `Part.copied`.
 
         Raises:
             EndOfData: the iterator has no further microbatch.
@@ -135,7 +140,7 @@ class Stream:
             raise PipelineError(
                 f"rank {rank} was given the stream of rank {self._rank}; give each rank a Stream of its own"
             )
-        self._rank, self._read, self._copy = rank, read, copy
+        self._rank, self._read, self._copy, self._first_context = rank, read, copy, first
         try:
             # `_begin` and `_end` count the microbatches before the last step and before its end. So this loop passes
             # over the rest of a step that failed. One microbatch may have left the iterator already: it was pulled and
@@ -147,7 +152,7 @@ class Stream:
                 self._num_taken += 1
             # The bounds of this step are set before its first pull. If the pull fails on this rank, the rank passes
             # over the whole step next time, as the other ranks do.
-            self._begin, self._end = self._num_taken, self._num_taken + num_microbatches
+            self._begin, self._end = self._num_taken, self._num_taken + first.number
             self._peeked = self._peeked or self._pull()
         except StopIteration:
             raise EndOfData(
@@ -159,7 +164,10 @@ class Stream:
     def undo_begin(self) -> None:
         """Stay before a step that the ranks refused: the next one begins with the same microbatch."""
         self._end = self._begin
-        if self._peeked is not None:
+        if self._peeked is not None and self._preprocessor.needs_context:
+            # The next step may be an evaluation, or one with another number of microbatches.
+            self._unprepared, self._peeked = [self._peeked.item], None
+        elif self._peeked is not None:
             self._peeked.is_of_this_step = False
 
     def take(self) -> Pull:
@@ -188,12 +196,14 @@ class Stream:
         self._unprepared = self._unprepared or [next(self._items)]
         got_s = self._read()
         item = self._unprepared[0]
-        part = as_part(item if self._preprocess is None else self._preprocess(item))
+        assert self._first_context is not None, "a step was begun"
+        context = replace(self._first_context, index=self._num_taken - self._begin)
+        part = as_part(self._preprocessor.prepare(item, context))
         # A loader may fill one buffer again for each item, while microbatches before it wait for their backward, so the
         # values are copied. Writes by numpy or a file leave the version of a tensor as it is: a guard would miss them.
         part = part.copied(self._copy)
         self._unprepared = []
-        return Pull(part, begin_s, got_s, self._read())
+        return Pull(part, begin_s, got_s, self._read(), item=item if self._preprocessor.needs_context else None)
 
 
 def copied(leaf: Any) -> Any:
@@ -233,6 +243,8 @@ class Reader:
 
     stream: Stream
     rank: int
+    first: StreamContext
+    """Context of the first microbatch of the step."""
     rule: BatchRule
     rules: StreamRules
     read: Callable[[], float]
@@ -260,8 +272,7 @@ class Reader:
                 "a Stream brings one after another; pass the batch whole (as PreSplit), use reduction='sum', or "
                 "count=None where all microbatches count alike"
             )
-        num_microbatches = self.rule.num_microbatches
-        part = self.stream.begin_step(self.rank, num_microbatches, self.read, self.copy).part
+        part = self.stream.begin_step(self.rank, self.first, self.read, self.copy).part
         self._layout = part.layout()
         _, slices = self._first_cut = self._cut(0, part)
         self._sizes = _sizes(slices)
