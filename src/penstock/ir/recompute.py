@@ -32,9 +32,9 @@ def with_recompute(
     """Return the schedule with forwards of some stages, by default of all, run again right before their backward.
 
     `activations` is the number of activations, each of one stage and microbatch (or slice), for which a rank has room,
-    that of R included. Only forwards that find no room run again, and on a rank that never holds more, none do. Whole
-    backwards stay within that room; where backwards are split, what R makes stays until W, beside what has found room.
-    By default all forwards run again.
+    that of R included. Only forwards that find no room run again, and on a rank that never holds more, none do. Ranks
+    with whole backwards, whose stages all may run again, stay within that room. Where backwards are split, what R makes
+    stays until W, beside what has found room. By default all forwards run again.
 
     Forwards that run again already do so once; before an overlapped pair, both members wait for it. A forward-only
     schedule stays as it is.
