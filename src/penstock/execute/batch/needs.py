@@ -76,21 +76,6 @@ class InputNeeds:
         """The names that a step may pass, `ANY_KEYWORD` among them if any may be."""
         return {*self.keywords_of_all, *(self.binding.parameters if self.binding else ())}
 
-    def require_known(self, keyword_names: Iterable[str], *, has_target: bool) -> None:
-        """Make sure that each keyword of a batch is one that layers take of a batch. Raises: PipelineError."""
-        names = self.known_keywords
-        for name in keyword_names:
-            if name == MICROBATCH_PLACE:
-                raise PipelineError(
-                    f"the batch has a keyword {name!r}, by which layers are told the place of their microbatch "
-                    "(ps.MicrobatchPlace); leave it out, or rename this argument in the batch and in the layers"
-                )
-            if name not in names and ANY_KEYWORD not in names:
-                fix = f"{nearest(name, names)} The layers take the keywords {sorted(names)}; rename or drop it"
-                if name in _MEANT_AS_TARGET and not has_target:
-                    fix = " Pass what the loss compares the output with as target=, as in step(x, target=y)"
-                raise PipelineError(f"no layer's forward names {name!r}.{fix}")
-
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return inputs and keywords of a step as the layers take them; nothing where this rank was given nothing.
 
@@ -109,6 +94,11 @@ class InputNeeds:
         """
         names = self.known_keywords
         for name in keywords:
+            if name == MICROBATCH_PLACE:
+                raise PipelineError(
+                    f"the batch has a keyword {name!r}, by which layers are told the place of their microbatch "
+                    "(ps.MicrobatchPlace); leave it out, or rename this argument in the batch and in the layers"
+                )
             if name not in names and ANY_KEYWORD not in names:
                 fix = f"{nearest(name, names)} The layers take the keywords {sorted(names)}; rename or drop it"
                 if name in _MEANT_AS_TARGET and not has_target:
