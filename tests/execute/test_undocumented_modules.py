@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,6 +161,118 @@ def test_what_wraps_a_module_is_known(world, make, expected):
     module = make()
 
     assert [each for each in WRAPPERS if each(module)] == ([] if expected is None else [expected])
+
+
+# ---- modules of fully_shard
+
+
+def sharded(inner=nn.Identity, **policy):
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), inner())
+    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(**policy))
+
+
+def run_backward(module, *, reduces):
+    module.set_requires_gradient_sync(reduces)
+    module(torch.ones(1, 2)).sum().backward()
+
+
+def test_the_settings_of_fully_shard_are_read(world):
+    module = sharded()
+    assert undocumented_modules.gradient_sync(module) == (True, True)
+
+    module.set_requires_all_reduce(False)
+    assert undocumented_modules.gradient_sync(module) == (True, False)
+
+    module.set_requires_gradient_sync(False)
+    assert undocumented_modules.gradient_sync(module) == (False, False)
+
+    undocumented_modules.set_gradient_sync(module, reduces=True, reduces_copies=False)
+    assert undocumented_modules.gradient_sync(module) == (True, False)
+
+
+@pytest.mark.parametrize("policy", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}], ids=str)
+def test_what_fully_shard_adds_up_is_known_until_it_is_reduced(world, policy):
+    module = sharded(**policy)
+    assert undocumented_modules.unsharded_parameters(module) == []
+    run_backward(module, reduces=True)
+    first = module[0].weight.grad.full_tensor().clone()
+
+    for _ in range(2):
+        run_backward(module, reduces=False)
+    [(shard, summed_type)] = undocumented_modules.summed_types(module)
+    [whole] = undocumented_modules.unsharded_parameters(module)
+    [casted] = undocumented_modules.unreduced_sums(module)
+
+    assert shard is module[0].weight
+    total = casted if policy else whole.grad
+    assert (casted is None) is not bool(policy)
+    assert total.dtype == summed_type == torch.float32
+    torch.testing.assert_close(total, 2 * first)
+    assert torch.equal(shard.grad.full_tensor(), first)
+    module.set_requires_gradient_sync(True)
+    undocumented_modules.end_reduction(module)
+    assert whole.grad is None
+    assert undocumented_modules.unreduced_sums(module) == [None]
+    torch.testing.assert_close(module[0].weight.grad.full_tensor(), 3 * first)
+    undocumented_modules.end_reduction(module)  # which finds nothing more to reduce
+    torch.testing.assert_close(module[0].weight.grad.full_tensor(), 3 * first)
+
+
+def test_sums_of_a_type_of_their_own_are_dropped(world):
+    module = sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run_backward(module, reduces=False)
+
+    undocumented_modules.drop_unreduced_sums(module)
+
+    assert undocumented_modules.unreduced_sums(module) == [None]
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = sharded(reduce_dtype=torch.float64)
+
+    def forward(self, features):
+        return features
+
+
+def test_torch_cannot_leave_unreduced_what_it_has_never_gathered_and_would_cast(world):
+    module = sharded(Unused)
+    inner = module[1].inner
+    assert [undocumented_modules.may_leave_unreduced(each) for each in (module, inner)] == [True, False]
+
+    with pytest.raises(AttributeError, match="_unsharded_param"):  # else this rule may go
+        run_backward(module, reduces=False)
+
+    undocumented_modules.forget_iteration(module)
+    inner.unshard()
+    inner.reshard()
+    assert undocumented_modules.may_leave_unreduced(inner)
+    run_backward(module, reduces=False)
+
+
+class Raising(nn.Module):
+    is_raising = True
+
+    def forward(self, features):
+        if self.is_raising:
+            raise RuntimeError("planted")
+        return features
+
+
+def test_a_module_of_fully_shard_begins_anew_behind_a_forward_that_has_failed(world):
+    module = sharded(Raising)
+    inner = module[0]
+    with pytest.raises(RuntimeError, match="planted"):
+        module(torch.ones(1, 2))
+    assert not hasattr(inner.weight, "placements")  # it is gathered still
+
+    undocumented_modules.forget_iteration(module)
+
+    assert hasattr(inner.weight, "placements")
+    module[1].is_raising = False
+    run_backward(module, reduces=True)
+    assert inner.weight.grad is not None
 
 
 # ---- parameters that take turns

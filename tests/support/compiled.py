@@ -73,7 +73,11 @@ class SayingParameters:
             return lambda *args, is_last=True: said.append((what, *args)) if is_last else None
 
         layout = SimpleNamespace(
-            launches=False, unshard=note("unshard"), reshard=note("reshard"), reduce=note("reduce stage")
+            launches=False,
+            reduces_in_backward=False,
+            unshard=note("unshard"),
+            reshard=note("reshard"),
+            reduce=note("reduce stage"),
         )
         self.unit_of = {stage: SimpleNamespace(layout=layout, gradients=None) for stage in stages}
         self.reduce_stage = None

@@ -17,6 +17,7 @@ from penstock.execute.losses.grad_scaler import SharedScaler, grad_scaler_of
 from penstock.execute.losses.loss import Scale
 from penstock.execute.own_parameters import OwnParameters
 from penstock.execute.parameters.averaged import Averaged, wrapped
+from penstock.execute.parameters.fully_sharded import FullySharded, WholeGradientStore
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, GradientStore, StoredGradients, have_main
 from penstock.execute.parameters.layout import ParameterLayout, StageParts
 from penstock.execute.parameters.sharded import Sharded, ShardGradients
@@ -28,6 +29,7 @@ from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.held_state import held_tensors
 from penstock.execute.stages.stage import Stage
+from penstock.execute.stages.wrappers import fully_sharded_modules
 from penstock.execute.step import Step
 
 Units = tuple[tuple[int, ...], ...]
@@ -244,6 +246,7 @@ class RankParameters:
         * Sharded: a replica holds some rows, gathers the others, and reduces gradients by a scattered sum;
         * Summed: each replica holds all, and the pipeline sums the gradients;
         * Averaged: each replica holds all, and a wrapper of the user's averages, such as DistributedDataParallel;
+        * FullySharded: torch's `fully_shard` holds rows, gathers and reduces;
         * ParameterLayout: the pipeline combines nothing.
         """
         # Find the tied groups (parameters that several ranks of the pipeline copy) with a member in this unit.
@@ -264,7 +267,12 @@ class RankParameters:
             gradients = GradientStore(lambda: sharded.unsharded_parameters(), attribute)
             sharded = Sharded(parts, gradients, shard_gradients.add, self._exchanges, self._mesh)
             return Unit(stages, gradients, sharded, groups, shared_gradients=shard_gradients)
-        gradients = GradientStore(lambda: _parameters(stages), attribute)
+        fully_sharded = {stage.index: fully_sharded_modules(stage.modules) for stage in stages}
+        all_fully_sharded = [*chain.from_iterable(fully_sharded.values())]
+        if all_fully_sharded:
+            gradients = WholeGradientStore(lambda: _parameters(stages), attribute, all_fully_sharded)
+        else:
+            gradients = GradientStore(lambda: _parameters(stages), attribute)
         layout: ParameterLayout
         ddp_modules = {stage.index: wrapped(stage.modules) for stage in stages}
         if self._exchanges is not None:
@@ -273,6 +281,8 @@ class RankParameters:
             layout = Averaged(ddp_modules, gradients, tied_ids, lambda: self._control.transport.deadline_s)
         else:
             layout = ParameterLayout()
+        if all_fully_sharded:
+            layout = FullySharded(fully_sharded, gradients, layout)
         return Unit(stages, gradients, layout, groups, shared_gradients=gradients)
 
 

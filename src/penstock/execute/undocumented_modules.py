@@ -5,6 +5,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,3 +100,72 @@ def broadcast_buffers(module: DistributedDataParallel) -> list[Tensor]:
 def has_dtensors(module: DistributedDataParallel) -> bool:
     """Whether DDP has found DTensors among the parameters, which it replaces by their local parts."""
     return any(hasattr(parameter, "_st_info") for parameter in module.parameters())
+
+
+# ---- modules of fully_shard
+
+
+def gradient_sync(module: Any) -> tuple[bool, bool]:
+    """Return whether backwards reduce a module's gradients over its shards, and over the copies of its shards."""
+    groups = _parameter_groups(module)
+    return all(group.reduce_grads for group in groups), all(group.all_reduce_grads for group in groups)
+
+
+def set_gradient_sync(module: Any, *, reduces: bool, reduces_copies: bool) -> None:
+    """Set for a module, and not for its submodules, what `gradient_sync` returns."""
+    module.set_requires_gradient_sync(reduces, recurse=False)
+    module.set_requires_all_reduce(reduces_copies, recurse=False)
+
+
+def summed_types(module: Any) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """Return each shard that a module manages, and the type in which backwards that do not reduce add up."""
+    policy = module._get_fsdp_state()._mp_policy
+    shards = [managed.sharded_param for managed in _managed_parameters(module)]
+    return [(shard, policy.reduce_dtype or policy.param_dtype or shard.dtype) for shard in shards]
+
+
+def may_leave_unreduced(module: Any) -> bool:
+    """Whether a backward may end without a module's reduction.
+
+    torch 2.13 fails where the sums of a module have a type of their own, and it has not been gathered yet.
+    """
+    casts = module._get_fsdp_state()._mp_policy.reduce_dtype is not None
+    return not casts or len(unsharded_parameters(module)) == len(_managed_parameters(module))
+
+
+def unsharded_parameters(module: Any) -> list[nn.Parameter]:
+    """Return the whole parameters of a module, to which autograd adds; their memory may be free."""
+    return [managed._unsharded_param for managed in _managed_parameters(module) if hasattr(managed, "_unsharded_param")]
+
+
+def unreduced_sums(module: Any) -> list[Tensor | None]:
+    """Return the sums of whole gradients that a module keeps beside them, in another type than theirs."""
+    return [managed.unsharded_accumulated_grad for managed in _managed_parameters(module)]
+
+
+def drop_unreduced_sums(module: Any) -> None:
+    """Drop the sums of whole gradients that a module keeps beside them."""
+    for managed in _managed_parameters(module):
+        managed.unsharded_accumulated_grad = None
+
+
+def end_reduction(module: Any) -> None:
+    """Let a module that layers call, and its submodules, reduce what they have added up, as at a backward's end."""
+    state = module._get_fsdp_state()
+    if state._is_root:
+        state._root_post_backward_final_callback()
+
+
+def forget_iteration(module: Any) -> None:
+    """Let a module that layers call, and its submodules, begin anew behind a forward or backward that has failed."""
+    if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):  # torch 2.13
+        module.reset_iter_state()
+
+
+def _parameter_groups(module: Any) -> Sequence[Any]:
+    groups: Sequence[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def _managed_parameters(module: Any) -> list[Any]:
+    return [managed for group in _parameter_groups(module) for managed in group.fsdp_params]

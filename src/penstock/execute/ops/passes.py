@@ -60,7 +60,7 @@ def recompute(context: CompileContext, row: int) -> Iterator[Bound]:
 
 def backward(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle B: run a whole backward."""
-    run = context.passes_of(row).backward
+    run = _whole_backward(context, row)
     take, is_first = _take_gradients(context, row), _is_first(context, row)
     activation_key, result_key = context.keys.activation_of(row), context.keys.result_of(row)
 
@@ -159,6 +159,27 @@ def _take_gradients(context: CompileContext, row: int) -> Take:
     # The gradients leave `step.values` as they are read: else they would live as long as the step.
     key = context.keys.message_of(receive) if receive != NONE else context.keys.result_of(source)
     return lambda step: step.values.pop(key)
+
+
+def _whole_backward(context: CompileContext, row: int) -> Callable[..., Any]:
+    """Return what runs a whole backward; a layout that reduces within the last one of a stage is told before it."""
+    run, stage = context.passes_of(row).backward, int(context.program.stage[row])
+    layout = context.parameters.unit_of[stage].layout
+    if not (layout.reduces_in_backward and _is_last_of_its_kind(context, row)):
+        return run
+
+    def run_last(*args: Any) -> Any:
+        layout.begin_last_backward(stage)
+        return run(*args)
+
+    return run_last
+
+
+def _is_last_of_its_kind(context: CompileContext, row: int) -> bool:
+    """Whether no later row of this rank has the operation and the stage of a row."""
+    program, later_rows = context.program, slice(row + 1, context.rows.rows.stop)
+    is_same = (program.op[later_rows] == program.op[row]) & (program.stage[later_rows] == program.stage[row])
+    return not is_same.any()
 
 
 def _is_first(context: CompileContext, row: int) -> bool:

@@ -48,6 +48,8 @@ class ParameterLayout:
 
     launches = False
     """Whether `unshard` and `reduce` return tickets; else they are done when they return."""
+    reduces_in_backward = False
+    """Whether `begin_last_backward` does anything."""
 
     def shard(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Keep this replica's part of the parameters alone; return, by parameter, what modules hold in its place."""
@@ -63,6 +65,9 @@ class ParameterLayout:
 
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Begin a step; unless `is_synced`, replicas reduce none but those of tied parameters, if these are summed."""
+
+    def begin_last_backward(self, stage: int) -> None:
+        """Begin the last whole backward of a stage in a step."""
 
     def unshard(self) -> Launched | None:
         """Make the parameters whole."""

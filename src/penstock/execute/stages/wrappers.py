@@ -1,12 +1,13 @@
 """Which layers that reduce gradients by themselves can be run, and under which schedules.
 
 DistributedDataParallel    its gradients are averaged where a stage's are whole (parameters/averaged.py)
-fully_shard                reduces at the end of every backward: right unless a weight gradient comes after that end
+fully_shard                reduces at the end of a stage's last backward (parameters/fully_sharded.py): right unless a
+                           weight gradient comes after that end
 DTensor parameters         (parallelize_module) reduce within the operations themselves
 FullyShardedDataParallel, replicate of torch.distributed._composable    refused
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -68,6 +69,12 @@ def unsplittable(stages: Sequence[Stage], split_stages: Collection[int], schedul
                 "backwards, such as 1f1b or interleaved-1f1b, or wrap the layer in DistributedDataParallel"
             )
     return ""
+
+
+def fully_sharded_modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules in some layers that `fully_shard` has been applied to, each once."""
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    return [module for module in modules if is_sharded(module)]
 
 
 def averages_gradients(stages: Sequence[Stage]) -> bool:
