@@ -259,7 +259,13 @@ def _session_of(
         program_of=Programs(plan, assembly.tied_groups, units).of,
         assembly=assembly,
         parameters=RankParameters(joined.control, plan.device, assembly, options),
-        losses=LossMaker(plan.loss, plan.loss_weights, loss_scale(options.scale_loss), is_last=plan.computes_losses),
+        losses=LossMaker(
+            plan.loss,
+            plan.loss_weights,
+            loss_scale(options.scale_loss),
+            is_last=plan.computes_losses,
+            num_averaged=places.num_replicas if options.averages_replicas else 1,
+        ),
         needs=InputNeeds.of(
             assembly.keyword_names(),
             placement,

@@ -160,6 +160,7 @@ class Plan:
             "device": self.device.type,
             "mesh": self.mesh,
             "shard": f"{options.shard}, residency {options.residency}, look_ahead {options.look_ahead}",
+            "replica_gradients": options.replica_gradients,
         }
 
     def local_facts(self, memory: PositionMemory) -> LocalFacts:

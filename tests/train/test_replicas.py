@@ -196,6 +196,7 @@ MESHES = {
     "all whole": (1, 4, text, {"parallel": {"shard": "full", "residency": 0, "look_ahead": 0}}),
     "optimizer": (2, 2, deep, {"parallel": {"shard": "optimizer"}}),
     "tied": (2, 2, tied, {"parallel": {"shard": "full"}}),
+    "means": (2, 2, text, {"batch": {"size": 9, "allow_ragged": True}, "parallel": {"gradients": "mean"}}),
 }
 
 

@@ -71,9 +71,10 @@ def test_the_replicas_of_a_stage_are_neighbours(four_ranks):
 def test_shards_are_told_where_there_are_several_replicas(monkeypatch):
     monkeypatch.setattr("penstock.train.world.init_device_mesh", lambda *sizes, mesh_dim_names: (sizes, mesh_dim_names))
 
-    found = replicas_of(config_of(2, 3, shard="full", residency=0, look_ahead=4), CPU)
+    found = replicas_of(config_of(2, 3, shard="full", residency=0, look_ahead=4, gradients="mean"), CPU)
 
     mesh = (("cpu", (2, 3)), ("pipeline", "data"))
-    assert found == {"mesh": mesh, "shard": "full", "residency": None, "look_ahead": 4}
+    sharding = {"shard": "full", "residency": None, "look_ahead": 4}
+    assert found == {"mesh": mesh, "replica_gradients": "mean"} | sharding
     assert replicas_of(config_of(2, 3), CPU)["shard"] == "none"
     assert replicas_of(config_of(2, 1, shard="full"), CPU) == {}

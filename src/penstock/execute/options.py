@@ -22,6 +22,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, POSTED, RENDEZVOUS, TransportModel, find_transports
 
 DEBUG_LEVELS = ("off", "messages", "values")
+SUM, MEAN = REPLICA_GRADIENTS = ("sum", "mean")
 DEFAULT_DEADLINE_S = 60.0
 _MAX_SEED = 2**63 - 1
 _FUNCTION_OPTIONS = ("count", "reduce_stage", "optimizer_step", "overlap")
@@ -114,6 +115,10 @@ class PipelineOptions:
     """With "full", how many stages of a rank may be whole at once, those being gathered included; None: all."""
     look_ahead: int = 1
     """How many computations before its first use a gather starts, if there is room."""
+    replica_gradients: str = "sum"
+    """How gradients of the replicas of a mesh become those of the job: by their "sum", losses being divided by the rows
+    of all replicas before the backward; or by their "mean", losses being as many times larger as there are replicas, so
+    that fewer gradients are too small for float16."""
 
     debug: str = "off"
     """"messages": every message says what it is, and its receiver compares. "values": also, every value must be finite,
@@ -181,6 +186,7 @@ class PipelineOptions:
         is_number = self.residency is None or is_whole_number(self.residency, 1)
         require("residency", self.residency, is_number, "1 or more stages of a rank that may be whole, or None for all")
         require("look_ahead", self.look_ahead, is_whole_number(self.look_ahead, 0), "0 or more computations")
+        require_choice("replica_gradients", self.replica_gradients, REPLICA_GRADIENTS)
         if self.debug not in DEBUG_LEVELS:
             hint = nearest(str(self.debug), DEBUG_LEVELS)
             require("debug", self.debug, False, f"one of {', '.join(DEBUG_LEVELS)}.{hint}")
@@ -211,6 +217,11 @@ class PipelineOptions:
     def is_sharded(self) -> bool:
         """Whether replicas share out parameters."""
         return self.shard != "none"
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether gradients are averaged over the replicas, and not summed."""
+        return self.replica_gradients == MEAN
 
     @property
     def gradient_attribute(self) -> str:

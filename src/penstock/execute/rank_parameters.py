@@ -68,6 +68,9 @@ class TrainingOptions(Protocol):
     @property
     def is_sharded(self) -> bool: ...
 
+    @property
+    def averages_replicas(self) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -115,6 +118,7 @@ class RankParameters:
         self._mesh = control.places.mesh if options.is_sharded else None
         # Gathers and reductions between replicas; None where there is nothing to exchange.
         self._exchanges = exchanges_of(control.places, is_sharded=options.is_sharded)
+        self._num_averaged = control.places.num_replicas if options.averages_replicas else 1
         self.units = [self._unit_of(stages, attribute) for stages in sharing(assembly.stages)]
         self.unit_of = {stage.index: unit for unit in self.units for stage in unit.stages}
         # Where losses are scaled by a torch.amp.GradScaler, the scalers of all ranks must take one decision.
@@ -265,7 +269,7 @@ class RankParameters:
             # sums go to the gradients of the shards. The lambda is first called when `sharded` is set.
             shard_gradients = ShardGradients(attribute)
             gradients = GradientStore(lambda: sharded.unsharded_parameters(), attribute)
-            sharded = Sharded(parts, gradients, shard_gradients.add, self._exchanges, self._mesh)
+            sharded = Sharded(parts, gradients, shard_gradients.add, self._exchanges, self._mesh, self._num_averaged)
             return Unit(stages, gradients, sharded, groups, shared_gradients=shard_gradients)
         fully_sharded = {stage.index: fully_sharded_modules(stage.modules) for stage in stages}
         all_fully_sharded = [*chain.from_iterable(fully_sharded.values())]
@@ -276,7 +280,7 @@ class RankParameters:
         layout: ParameterLayout
         ddp_modules = {stage.index: wrapped(stage.modules) for stage in stages}
         if self._exchanges is not None:
-            layout = Summed(parts, gradients, tied_ids, self._exchanges)
+            layout = Summed(parts, gradients, tied_ids, self._exchanges, self._num_averaged)
         elif any(ddp_modules.values()):
             layout = Averaged(ddp_modules, gradients, tied_ids, lambda: self._control.transport.deadline_s)
         else:

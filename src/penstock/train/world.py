@@ -62,4 +62,5 @@ def replicas_of(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "shard": sharding.shard,
         "residency": sharding.residency,
         "look_ahead": sharding.look_ahead,
+        "replica_gradients": parallel.gradients,
     }

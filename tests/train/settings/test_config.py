@@ -117,7 +117,11 @@ def source_with(**keys):
         (table_with(data={"files": [1]}), "data.files[0]", "got 1, expected a valid string"),
         (table_with(parallel={"data": 0}), "parallel.data", "got 0, expected greater than or equal to 1"),
         (table_with(parallel={"shard": "fll"}), "parallel.shard", "got 'fll', expected 'none', 'optimizer' or 'full' "),
-        (table_with(parallel={"replicas": 2}), "parallel.replicas", "Known here: data, shard, residency, look_ahead"),
+        (
+            table_with(parallel={"replicas": 2}),
+            "parallel.replicas",
+            "Known here: data, shard, residency, look_ahead, gradients",
+        ),
         ({**MINIMAL, "run": {}}, "run.folder", "is missing (folder for everything that the run writes)"),
     ],
 )

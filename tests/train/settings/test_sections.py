@@ -20,10 +20,10 @@ def test_every_key_has_a_meaning_on_one_line(section):
 
 
 def test_there_is_one_replica_unless_more_are_asked_for_and_what_is_written_reads_back():
-    parallel = {"data": 4, "shard": "full", "residency": 0, "look_ahead": 0}
+    parallel = {"data": 4, "shard": "full", "residency": 0, "look_ahead": 0, "gradients": "mean"}
     one, four = config_with(), config_with(parallel=parallel, batch={"size": 32})
 
-    assert dict(one.parallel) == {"data": 1, "shard": "none", "residency": 2, "look_ahead": 1}
+    assert dict(one.parallel) == {"data": 1, "shard": "none", "residency": 2, "look_ahead": 1, "gradients": "sum"}
     assert (one.num_processes, four.num_processes) == (2, 8)
     assert dict(four.parallel) == parallel
     assert config_from_table(tomllib.loads(config_to_toml(four))) == four

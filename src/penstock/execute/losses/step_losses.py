@@ -42,6 +42,8 @@ class StepLosses:
     """Whether all losses of the step weigh nothing, in all replicas."""
     scale: Scale | None = None
     """Function that scales a loss where its backward begins."""
+    num_averaged: int = 1
+    """Number of replicas over which gradients are averaged, by which losses are multiplied where backwards begin."""
     examine_target: Callable[[MicrobatchKey, Any], None] | None = None
     """Called with each target of a stream, which nobody has seen when its losses are weighed."""
     computed: dict[MicrobatchKey, Tensor] = field(default_factory=dict)
@@ -55,8 +57,8 @@ class StepLosses:
         """Compute the loss of one microbatch or slice, keep a copy for the result of the step, and return its root.
 
         `place` is the microbatch and the slice. The root is the tensor at which the backward begins: the loss times its
-        share of the loss of the batch (`factor`), and times the loss scale. What is kept is the loss without them. The
-        result is None without a loss function, outside training, and where the share is 0.
+        share of the loss of the batch (`factor`), `num_averaged` and the loss scale. What is kept is the loss without
+        them. The result is None without a loss function, outside training, and where the share is 0.
 
         Raises:
             PipelineError: the value that the loss function returned is no loss, or does not depend on the outputs.
@@ -98,7 +100,7 @@ class StepLosses:
         """
         if not factor:
             return None
-        weighted = loss * factor
+        weighted = loss * (factor * self.num_averaged)
         return weighted if self.scale is None else apply_scale(self.scale, weighted)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -122,13 +124,17 @@ class StepLosses:
 class LossMaker:
     """The rules of one rank for its losses: weighs each batch, with replicas as a share of the job.
 
-    `is_last`: whether the rank holds a last stage, and so computes some.
+    `is_last`: whether the rank holds a last stage, and so computes some. `num_averaged`: of how many replicas gradients
+    are averaged; 1 where they are summed.
     """
 
-    def __init__(self, loss: Loss | None, weights: LossWeights, scale: Scale | None, *, is_last: bool) -> None:
+    def __init__(
+        self, loss: Loss | None, weights: LossWeights, scale: Scale | None, *, is_last: bool, num_averaged: int = 1
+    ) -> None:
         self._loss = loss
         self._weights, self._row_weights = weights, weights.of_rows
         self._scale = scale
+        self._num_averaged = num_averaged
         self._is_last = is_last
         self.has_loss = loss is not None
         self._takes_weight = loss is not None and takes_weight(loss)
@@ -165,6 +171,7 @@ class LossMaker:
             takes_weight=self._takes_weight,
             weigh_nothing=not any(shares.weights) and (job is None or not job.count),
             scale=self._scale,
+            num_averaged=self._num_averaged,
             examine_target=self._examine_streamed if self._may_ignore and batch.reader is not None else None,
         )
 

@@ -47,6 +47,8 @@ class Sharded(ParameterLayout):
     """Adds rows to the gradient of a shard, and may keep their memory."""
     _exchanges: ReplicaExchanges
     _mesh: DeviceMesh
+    _num_averaged: int = 1
+    """Number of replicas over which gradients are averaged; 1 where they are summed."""
     _blocks: Sequence[Block] = ()
     _gathering: Serial | None = None
     _is_whole: bool = False
@@ -151,7 +153,7 @@ class Sharded(ParameterLayout):
             self._sums = [part.clone() for part in parts]
         if is_last:
             for packed, total in zip(self._packed, self._sums, strict=True):
-                for shard, rows in packed.unpacked(total):
+                for shard, rows in packed.unpacked(total, self._num_averaged):
                     self._add_rows(shard, rows)
             self._sums = []
 
@@ -196,9 +198,14 @@ class PackedParts:
                     self._gradients.release(parameter.unsharded)
         return buffer
 
-    def unpacked(self, total: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Return the shard of each parameter that any replica has used, and its rows in the sum: a view of [part]."""
+    def unpacked(self, total: Tensor, divisor: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Return the shard of each parameter that any replica has used, and its rows in the sum: a view of [part].
+
+        The sums are divided by `divisor`, and how many replicas have them are not.
+        """
         replica = self._exchanges.transport.rank
+        if divisor > 1:
+            total[: self._uses.start].div_(divisor)
         for parameter, place, num_uses in zip(self._parameters, self._places, total[self._uses].tolist(), strict=True):
             if num_uses:
                 yield parameter.shard, parameter.rows.own_in(total[place], replica)

@@ -14,6 +14,9 @@ before plus all that came since, and callers may zero or scale gradients between
     2, within no_sync()       s + a                     b
     3, summed                 s + a + c                 b + d                 s + a + b + c + d
 
+Where gradients are averaged, all replicas keep what was summed before: the mean of equal values is that value. The sum
+is divided by the number of replicas, by which their losses were multiplied.
+
 How many replicas have a gradient of a parameter is summed with the gradients, behind those that are packed. One that
 none has used gets none.
 """
@@ -46,6 +49,8 @@ class Summed(ParameterLayout):
     _tied_ids: Collection[int]
     """Ids of parameters that other ranks of the pipeline hold too."""
     _exchanges: ReplicaExchanges
+    _num_averaged: int = 1
+    """Number of replicas over which gradients are averaged; 1 where they are summed."""
     _is_synced: bool = False
     _always_reduced_ids: Collection[int] = ()
     _replica_only_ids: set[int] = field(default_factory=set)
@@ -68,7 +73,7 @@ class Summed(ParameterLayout):
         copies = {tuple(map(id, parts.modules)): parts for parts in self._stages.values()}
         trained = [param for parts in copies.values() for param in parts.parameters() if param.requires_grad]
         self._num_pending_stages = Counter(map(id, trained))
-        if self._exchanges.transport.rank > 0:
+        if self._exchanges.transport.rank > 0 and self._num_averaged == 1:
             unsummed_ids = self._replica_only_ids.union(self._tied_ids)
             self._leave_sums_to_first(param for param in trained if id(param) not in unsummed_ids)
         untied_ids = self._num_pending_stages.keys() - self._tied_ids
@@ -97,11 +102,17 @@ class Summed(ParameterLayout):
         exchange = None
         if packed:
             buffers_to_sum = [buffer for packed_gradients in packed for buffer in packed_gradients.buffers]
-            exchange = self._exchanges.sum(buffers_to_sum, lambda sums: _unpack(packed))
+            exchange = self._exchanges.sum(buffers_to_sum, lambda sums: self._take_sums(packed))
         return Launched(self._exchanges, exchange, Share(self._exchanges.transport, buffers))
 
     def end_failed_step(self) -> None:
         self._exchanges.forget()
+
+    def _take_sums(self, packed: "Sequence[_Packed]") -> None:
+        for packed_gradients in packed:
+            if self._num_averaged > 1:
+                packed_gradients.divide(self._num_averaged)
+            packed_gradients.unpack()
 
     def _leave_sums_to_first(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -141,6 +152,11 @@ class _Packed:
                 self._fill(place, gradients.of(parameter), index)
             self._sums = [self._of_large(param, index) for index, param in enumerate(self._large, len(self._small))]
         self.buffers = [packed, *(total.view(-1) for total in self._sums)]
+
+    def divide(self, divisor: int) -> None:
+        """Divide the sums, and not how many replicas have them."""
+        for total in (*self._places, *self._sums):
+            total.div_(divisor)
 
     def unpack(self) -> None:
         """Put the sums in the place of this rank's own gradients."""
@@ -183,8 +199,3 @@ def _is_large(parameter: nn.Parameter, like: Tensor, num_replicas: int) -> bool:
     """Whether its gradient is summed in place: large enough, and cut into equal parts without a rest."""
     num_elements = parameter.numel()
     return num_elements * like.element_size() >= LARGE_BYTES and num_elements % num_replicas == 0
-
-
-def _unpack(packed: Sequence[_Packed]) -> None:
-    for packed_gradients in packed:
-        packed_gradients.unpack()

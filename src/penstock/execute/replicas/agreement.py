@@ -3,7 +3,8 @@
     first hop     the ranks of a replica agree on its batch, or refuse it          control/agreement.py
     second hop    verdict, mode, attempt, and the weight of the replica's batch    here
 
-So weights are shares of the whole job before the first backward, and gradients are summed, never divided.
+So weights are shares of the whole job before the first backward, and gradients are summed. They are divided only where
+`replica_gradients` asks for it.
 """
 
 from collections.abc import Mapping, Sequence

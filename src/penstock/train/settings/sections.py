@@ -139,6 +139,9 @@ class ParallelSection(Section):
     """with 'full', stages of a rank that are whole at once, at most; 0: all"""
     look_ahead: NotNegative = 1
     """computations before its first use that a gather of weights starts; 0: right before it"""
+    gradients: Literal["sum", "mean"] = "sum"
+    """when gradients are divided by the number of replicas. 'sum': before the backward; 'mean': after their sum, so
+    that fewer are too small for float16"""
 
     @property
     def sharding(self) -> Sharding:
