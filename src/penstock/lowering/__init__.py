@@ -43,6 +43,7 @@ class Sharding:
     residency: int | None = 2
     look_ahead: int = 1
     units: tuple[tuple[int, ...], ...] = ()
+    aligned: bool = False
 
     @property
     def most_whole(self) -> int | None:
@@ -55,7 +56,8 @@ class Sharding:
         require_choice("shard", self.shard, SHARDS)
         if self.shard == NONE:
             return ()
-        return (partial(place_gathers, residency=self.most_whole, look_ahead=self.look_ahead),)
+        gathers = partial(place_gathers, residency=self.most_whole, look_ahead=self.look_ahead, aligned=self.aligned)
+        return (gathers,)
 
 
 NOT_SHARDED = Sharding()
@@ -72,6 +74,7 @@ def lower(
     residency: int | None = 2,
     look_ahead: int = 1,
     units: StageGroups = (),
+    aligned: bool = False,
     loads: bool = False,
     barriers: bool = False,
     start: Starts | None = None,
@@ -92,6 +95,7 @@ def lower(
     Whole gradients are reduced before their stage is dropped. `shard="optimizer"` gathers each stage once and keeps it,
     without regard to `residency`; its gradients are reduced once behind its last backward, and then it is dropped.
     `units` are groups of stages of one rank that share a parameter; each is gathered, reduced and dropped as one stage.
+    With `aligned`, gathers start earlier and reductions later, so that those of different ranks start together.
 
     With `loads`, the stages at the ends of a route load their part of a microbatch right before its forward. Without,
     a rank loads what it needs while it would wait for a message.
@@ -109,7 +113,7 @@ def lower(
         hint = " that is not lowered yet" if isinstance(schedule, Program) else ""
         raise ConfigError(f"{described(schedule)}; expected a Schedule{hint}", key="schedule")
     groups = tuple(tuple(sorted(set(group))) for group in tied_groups)
-    gather_passes = Sharding(shard, residency, look_ahead).passes
+    gather_passes = Sharding(shard, residency, look_ahead, aligned=aligned).passes
     sorted_units = tuple(tuple(sorted(set(unit))) for unit in units) if gather_passes else ()
     program = Program.from_schedule(schedule, tied_groups=groups, units=sorted_units)
     in_groups = barriers or COALESCED in find_transports(transport)
@@ -119,7 +123,7 @@ def lower(
         *(() if in_groups else (post_receives_ahead,)),
         *((partial(add_barriers, start=start),) if barriers else ()),
         *gather_passes,
-        place_reductions,
+        partial(place_reductions, aligned=aligned),
         *((add_optimizer_step,) if optimizer_step else ()),
         partial(add_offloads, stages=offload),
         *((add_loads,) if loads else ()),

@@ -24,9 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError, described
+from penstock.ir.collectives import MAKES_GRADIENT
 from penstock.ir.hot import Hot
 from penstock.ir.operations import Op
 from penstock.ir.program import NewRows, Program
+from penstock.lowering.align import Clock
 from penstock.lowering.place_reductions import behind_sends
 
 
@@ -40,12 +42,16 @@ class Stays(NamedTuple):
     """The last computation that uses the unit before it is dropped."""
 
 
-def place_gathers(program: Program, residency: int | None = 2, look_ahead: int = 1) -> Program:
+def place_gathers(
+    program: Program, residency: int | None = 2, look_ahead: int = 1, *, aligned: bool = False
+) -> Program:
     """Add an UNSHARD and a RESHARD around each time that the weights of a unit are whole.
 
     A unit is a stage, or stages of a rank that share a parameter; the weights of a unit are sharded over replicas and
     gathered as one. At most `residency` units of a rank are whole at once (None: all). A gather starts `look_ahead`
-    computations before its first use, if there is room.
+    computations before its first use, if there is room. With `aligned`, gathers start earlier, and units that have new
+    gradients are dropped later, so that the collectives of different ranks start together (`lowering.align`), as far as
+    there is room.
 
     Raises:
         ConfigError: for anything but a `residency` of 1 or more, or of 2 or more where an overlapped pair uses two
@@ -61,7 +67,10 @@ def place_gathers(program: Program, residency: int | None = 2, look_ahead: int =
         problem = f"1, but {program.name} has overlapped pairs of two stages, which are whole at the same time"
         raise ConfigError(f"{problem}; give 2 or more", key="residency")
     # A stay is the time from a gather of a unit until it is dropped.
-    stays = _choose_stays(program, first_row, unit, second_unit, most_units, look_ahead)
+    num_whole = 1 + (second_unit >= 0).astype(np.int32)
+    stays = _choose_stays(program, first_row, unit, second_unit, num_whole, most_units, look_ahead)
+    if aligned and len(stays.unit):
+        _align(program, first_row, stays, num_whole, most_units)
     last_row = first_row[stays.last]
     # The key of a new row says before or after which row it is inserted.
     key = np.concatenate([
@@ -108,17 +117,70 @@ def _choose_stays(
     first_row: NDArray[np.intp],
     unit: NDArray[np.int32],
     second_unit: NDArray[np.int32],
+    num_whole: NDArray[np.int32],
     most_units: NDArray[np.int64],
     look_ahead: int,
 ) -> Stays:
-    """Choose when each unit is whole, from the units that each computation uses, the first row of each given."""
-    offsets, num_whole = np.searchsorted(first_row, program.offsets), 1 + (second_unit >= 0).astype(np.int32)
+    """Choose when each unit is whole, from the units that each computation uses, the first row of each given.
+
+    `num_whole` has how many units each computation uses, and is filled with how many are whole while it runs.
+    """
+    offsets = np.searchsorted(first_row, program.offsets)
     stays = Stays(*np.zeros((3, int(num_whole.sum())), np.int32))
     stay_of_unit = np.full(program.num_stages, -1, np.int32)
     # No gather starts before the first computation of its rank, so a larger number changes nothing.
     ahead = min(int(look_ahead), len(first_row))
     count = _PLACE(len(first_row), offsets, most_units, ahead, unit, second_unit, num_whole, stay_of_unit, stays)
     return Stays(*(column[:count] for column in stays))
+
+
+def _align(
+    program: Program,
+    first_row: NDArray[np.intp],
+    stays: Stays,
+    num_whole: NDArray[np.int32],
+    most_units: NDArray[np.int64],
+) -> None:
+    """Let stays begin earlier and end later, so that the collectives of different ranks start together."""
+    clock = Clock.of(program)
+    earliest, latest = clock.earliest_together(stays.gather), stays.last.astype(np.int64)
+    is_reduced = _have_gradients(program, first_row, stays)
+    latest[is_reduced] = clock.latest_together(stays.last[is_reduced])
+    # At least one computation of a rank is between two stays of a unit, or the drop and the gather would be in vain.
+    in_order = np.lexsort((stays.gather, stays.unit))
+    before, behind = in_order[:-1], in_order[1:]
+    is_same = stays.unit[before] == stays.unit[behind]
+    before, behind = before[is_same], behind[is_same]
+    earliest[behind] = np.maximum(earliest[behind], stays.last[before] + 2)
+    rank_of_stay = clock.rank[stays.gather]
+    gather = stays.gather.copy()
+    _EXTEND(len(first_row), gather, earliest, -1, num_whole, most_units[rank_of_stay])
+    latest[before] = np.minimum(latest[before], gather[behind] - 2)
+    _EXTEND(len(first_row), stays.last, latest, 1, num_whole, most_units[rank_of_stay])
+    stays.gather[:] = gather
+
+
+def _have_gradients(program: Program, first_row: NDArray[np.intp], stays: Stays) -> NDArray[np.bool_]:
+    """[num_stays] whether the unit makes gradients in a stay, which are reduced before it is dropped."""
+    rows = program.rows_of(MAKES_GRADIENT)
+    computation = np.searchsorted(first_row, rows, side="right") - 1
+    keys = np.sort(program.unit_of_stage[program.stage[rows]] * len(first_row) + computation)
+    begin, end = (stays.unit.astype(np.int64) * len(first_row) + column for column in (stays.gather, stays.last))
+    return np.asarray(np.searchsorted(keys, end, side="right") > np.searchsorted(keys, begin))
+
+
+def _extend(computation: Any, target: Any, direction: int, num_whole: Any, max_whole: Any) -> None:
+    """Move the ends of stays towards their targets, one computation after another, as far as there is room."""
+    for stay in range(len(computation)):
+        while (target[stay] - computation[stay]) * direction > 0:
+            following = computation[stay] + direction
+            if num_whole[following] >= max_whole[stay]:
+                break
+            num_whole[following] += 1
+            computation[stay] = following
+
+
+_EXTEND = Hot(_extend)
 
 
 def _first_with_room(use: int, earliest: int, max_whole: int, num_whole: Any) -> int:

@@ -19,14 +19,16 @@ from penstock.ir.collectives import DROPS
 from penstock.ir.operations import IS_SEND, Op
 from penstock.ir.program import NewRows, Program
 from penstock.ir.whole import have_new_gradients
+from penstock.lowering.align import Clock
 
 Rows = NDArray[np.int64]
 
 
-def place_reductions(program: Program) -> Program:
+def place_reductions(program: Program, *, aligned: bool = False) -> Program:
     """Add the reductions of gradients: over replicas, and over the ranks that hold copies of a tied parameter.
 
-    A forward-only program has no gradients and stays as it is.
+    With `aligned`, those of different ranks start together (`lowering.align`); where units are dropped,
+    `place_gathers` sees to it. A forward-only program has no gradients and stays as it is.
     """
     if program.is_forward_only:
         return program
@@ -36,6 +38,8 @@ def place_reductions(program: Program) -> Program:
     reshards = reshards[have_new_gradients(program, reshards)]
     resharded_units = program.unit_of_stage[program.stage[reshards]]
     stages, last_backwards = _last_gradients(program)
+    if aligned and len(stages):
+        last_backwards = _together(program, last_backwards)
     index_stage_pairs = [(index, stage) for index, group in enumerate(program.tied_groups) for stage in sorted(group)]
     tied_groups, tied_stages = np.array(index_stage_pairs, np.int64).reshape(-1, 2).T
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int64)
@@ -69,6 +73,14 @@ def _last_gradients(program: Program) -> tuple[Rows, Rows]:
     stages = np.flatnonzero((last_backward >= 0) & (last_backward > last_reshard))
     rows = last_backward[stages]
     return stages, rows + program.joined[rows]
+
+
+def _together(program: Program, rows: Rows) -> Rows:
+    """Return, for rows behind which ranks reduce, later ones behind which they start together."""
+    compute_rows = program.compute_rows()
+    is_last = ~program.joined[compute_rows]  # of each computation, an overlapped pair being one
+    last_rows = compute_rows[is_last].astype(np.int64)
+    return last_rows[Clock.of(program).latest_together(np.searchsorted(last_rows, rows))]
 
 
 def behind_sends(program: Program, rows: Rows) -> Rows:
