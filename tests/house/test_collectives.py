@@ -48,6 +48,7 @@ CONDITIONAL = {
     "execute.observing.memory_report gather_memory: gather_sizes": _TOLD,
     "execute.observing.recorder StepRecording.end: all_gather_object": "a step fails on all ranks",
     "execute.rank_parameters RankParameters.agree_on_tied: all_gather_object": "what is trained was agreed on",
+    "moving.deepspeed Engine._pipeline: _make_pipeline": "all ranks ask for the same number of microbatches",
     "moving.megatron ForwardBackward._pipeline_for: _make_pipeline": "all ranks pass the models of one call",
     "train.generation generate: all_gather_object": _TOLD,
     "train.generation obstacle_to_sampling: all_gather_object": _OF_RUN,

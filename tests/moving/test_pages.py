@@ -10,11 +10,13 @@ import torch
 from penstock.moving.torch_pipelining import FAMILY_OF_CLASS
 from penstock.pipeline import Pipeline
 from penstock.schedules import FAMILIES
+from tests.support.pages import run_page
 from tests.support.ranks import RankPool
 
 FOLDER = Path(__file__).parents[2] / "docs" / "moving"
 SYSTEMS = ["torch-pipelining", "megatron", "deepspeed", "torchtitan"]
 PAGES = [*SYSTEMS, "dualpipe"]
+EXAMPLE = "## A full example"
 OURS, TORCHS = "from penstock.moving.torch_pipelining import", "from torch.distributed.pipelining import"
 
 
@@ -23,8 +25,15 @@ def page(name):
 
 
 def example(name):
-    (code,) = re.findall(r"```python\n(.*?)```", page(name), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", page(name).partition(EXAMPLE)[2], re.DOTALL)
     return code
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_blocks_before_the_example_print_what_they_show(name, tmp_path):
+    blocks = page(name).partition(EXAMPLE)[0]
+
+    assert run_page(blocks, tmp_path) == blocks
 
 
 def run_example(rank, code):

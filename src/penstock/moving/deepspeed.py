@@ -5,7 +5,6 @@ docs/moving/deepspeed.md describes what differs, and what can be deleted.
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from penstock.execute.transport.calls import collective
 from penstock.ir.schedule import Schedule
 from penstock.models.layer import LayerSpec as Spec
 from penstock.moving.deepspeed_module import PAGE, LayerSpec, PipelineModule, TiedLayerSpec
-from penstock.moving.own_stages import LocalStage, PipelineMaker, require_parts
+from penstock.moving.own_stages import AnySchedule, LocalStage, PipelineMaker, require_parts
 from penstock.pipeline import Pipeline
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -58,7 +57,7 @@ def initialize(
     lr_scheduler: MakeScheduler | None = None,
     gradient_accumulation_steps: int = 1,
     gradient_clipping: float = 0.0,
-    schedule: str | Path | Schedule = "1f1b",
+    schedule: AnySchedule = "1f1b",
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> "Engine":
@@ -67,8 +66,8 @@ def initialize(
     It takes the place of `deepspeed.initialize`. `optimizer(parameters)` makes the optimizer of this rank's parameters,
     and `lr_scheduler(optimizer)` its scheduler; an engine without an optimizer computes gradients only.
     `gradient_accumulation_steps` is the number of microbatches of a batch. `gradient_clipping` is the largest norm over
-    all ranks; 0 does not clip. `schedule` is a name, a file or a `penstock.Schedule`. Further keywords are `split`
-    (layers per stage, in place of `partition_method`) and those of `Pipeline`.
+    all ranks; 0 does not clip. `schedule` is a name, a file, a `penstock.Schedule`, or a subclass of `PipeSchedule`.
+    Further keywords are `split` (layers per stage, in place of `partition_method`) and those of `Pipeline`.
 
     Raises:
         ConfigError, PartitionError: if the model cannot be divided as asked.
@@ -98,7 +97,7 @@ class Engine:
         self,
         model: PipelineModule,
         num_microbatches: int,
-        schedule: str | Path | Schedule = "1f1b",
+        schedule: AnySchedule = "1f1b",
         *,
         group: dist.ProcessGroup | None = None,
         gradient_clipping: float = 0.0,
@@ -237,14 +236,9 @@ class Engine:
         maker = PipelineMaker.of(
             self._group, options if split is not None else {"weights": self.model.weights, **options}
         )
-        num_ranks = maker.transport.num_ranks
-        num_stages = self.model.num_stages
-        if num_stages is not None and num_stages % num_ranks:
-            raise ConfigError(f"{num_stages} on {num_ranks} ranks; give a multiple", key="num_stages")
-        stages_per_rank = maker.stages_per_rank(self._schedule, num_stages or num_ranks)
-        schedule = maker.schedule(self._schedule, num_microbatches, stages_per_rank)
-        if num_stages is not None:
-            require_parts(schedule, num_stages, "num_stages")
+        schedule = maker.joined.together(
+            lambda: _schedule_of(maker, self._schedule, self.model.num_stages, num_microbatches)
+        )
         layers: list[Layer] = list(self._layers)
         pipeline_options = dict(maker.options)
         if self._pipelines:
@@ -283,6 +277,20 @@ class Engine:
         inputs, labels = zip(*items, strict=True)
         inputs_for_step = (PreSplit(inputs),) if is_first else ()
         return inputs_for_step, PreSplit(labels) if is_last and needs_labels else None
+
+
+def _schedule_of(
+    maker: PipelineMaker, schedule: AnySchedule, num_stages: int | None, num_microbatches: int
+) -> Schedule:
+    """Return the schedule for a model of so many stages. Raises: ConfigError, where it does not fit them."""
+    num_ranks = maker.transport.num_ranks
+    if num_stages is not None and num_stages % num_ranks:
+        raise ConfigError(f"{num_stages} on {num_ranks} ranks; give a multiple", key="num_stages")
+    stages_per_rank = maker.stages_per_rank(schedule, num_stages or num_ranks)
+    table = maker.schedule(schedule, num_microbatches, stages_per_rank)
+    if num_stages is not None:
+        require_parts(table, num_stages, "num_stages")
+    return table
 
 
 def _with_modules(layers: Sequence[nn.Module | Spec], pipeline: Pipeline, *, has_copies: bool) -> list[Layer]:

@@ -6,7 +6,6 @@ returns what they return. docs/moving/megatron.md describes what differs, and wh
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import MicrobatchLosses, StepResult
 from penstock.ir.operations import OPERATIONS, At, Op, Read, Value
 from penstock.ir.schedule import Schedule
-from penstock.moving.own_stages import PipelineMaker
+from penstock.moving.own_stages import AnySchedule, PipelineMaker
 from penstock.moving.stage_agreement import parts_of_stages
 from penstock.moving.step_stage import CountTokens, ForwardStep, RoutePlace, StepCall, StepLoss, StepStage
 from penstock.pipeline import Pipeline
@@ -61,7 +60,7 @@ class ForwardBackward:
 
     def __init__(
         self,
-        schedule: str | Path | Schedule | None = None,
+        schedule: AnySchedule | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         count_tokens: CountTokens | None = None,

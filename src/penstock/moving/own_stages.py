@@ -21,10 +21,14 @@ from penstock.execute.stages.layers import Layer
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.moving.schedule_classes import schedule_of_class
 from penstock.moving.stage_agreement import agree_on_stages, parts_of_stages
 from penstock.pipeline import Pipeline
-from penstock.planning import resolve_plan
+from penstock.planning import DEFAULT_MICROBATCHES, resolve_plan
 from penstock.schedules import find_family, is_family_name
+
+AnySchedule = str | Path | Schedule | type[Any]
+"""What an adapter takes for a schedule: a name, a file, a table, or a class for DeepSpeed or torch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,16 +75,16 @@ class PipelineMaker:
         """The messages to and from the other ranks."""
         return self.joined.transport
 
-    def schedule(
-        self, schedule: str | Path | Schedule, microbatches: int | None, stages_per_rank: int | None
-    ) -> Schedule:
-        """Return the schedule that a name or a file says, or a `Schedule` as it is, for the ranks of the group.
+    def schedule(self, schedule: AnySchedule, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+        """Return the schedule that a name, a file or a class says, or a `Schedule` as it is, for the group's ranks.
 
-        `microbatches` is the number of microbatches of a batch; `stages_per_rank` counts for names alone.
+        `microbatches` is the number of microbatches of a batch; `stages_per_rank` counts for names and classes alone.
 
         Raises:
             ConfigError: there is no such schedule, it cannot run here, or it is a program.
         """
+        if isinstance(schedule, type):
+            schedule = self._schedule_of_class(schedule, microbatches, stages_per_rank)
         is_name = is_family_name(schedule)
         family_options = dict(self.joined.family_options)
         if is_name:
@@ -99,7 +103,23 @@ class PipelineMaker:
             raise ConfigError(problem, key="schedule")
         return plan
 
-    def stages_per_rank(self, schedule: str | Path | Schedule, num_parts: int) -> int | None:
+    def _schedule_of_class(
+        self, schedule: type[Any], microbatches: int | None, stages_per_rank: int | None
+    ) -> Schedule:
+        if self.options.get("slices") not in (None, 1):
+            raise ConfigError(
+                f"{self.options['slices']}, but {schedule.__name__} is a class that runs whole microbatches; leave it "
+                "out, or give a schedule with slices by name",
+                key="slices",
+            )
+        return schedule_of_class(
+            schedule,
+            ranks=self.transport.num_ranks,
+            microbatches=DEFAULT_MICROBATCHES if microbatches is None else microbatches,
+            stages_per_rank=stages_per_rank,
+        )
+
+    def stages_per_rank(self, schedule: AnySchedule, num_parts: int) -> int | None:
         """Return how many stages a rank has of a model in so many parts; None where a family leaves no choice.
 
         Families of two routes hold each part twice, and leave no choice.

@@ -4,7 +4,6 @@ Change the import and keep the rest. docs/moving/torch-pipelining.md says what d
 """
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,7 +15,7 @@ from penstock.execute.batch.microbatch import BatchSpec, Concat, Split
 from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.results import StepResult
 from penstock.ir.schedule import Schedule as Order
-from penstock.moving.own_stages import PipelineMaker
+from penstock.moving.own_stages import AnySchedule, PipelineMaker
 from penstock.placement import Placement
 from penstock.schedules import FAMILIES, is_family_name
 
@@ -89,7 +88,8 @@ class PipelineStage:
 class Schedule:
     """A schedule over the stages that the ranks bring, stepped as torch's are.
 
-    `schedule`: torch's name in any case, a name of Penstock's, a `penstock.Schedule`, or the path of a schedule file.
+    `schedule`: torch's name in any case, a name of Penstock's, a `penstock.Schedule`, the path of a schedule file, or a
+    class of yours that is derived from torch's `PipelineScheduleSingle` or `PipelineScheduleMulti`.
     `stage`: this rank's stage, or the list of them. A stage takes a tuple or list from the one before as
     several arguments. Further keywords are those of torch's classes, then those of `penstock.Pipeline`.
 
@@ -99,7 +99,7 @@ class Schedule:
 
     def __init__(
         self,
-        schedule: str | Path | Order,
+        schedule: AnySchedule,
         stage: PipelineStage | Sequence[PipelineStage],
         n_microbatches: int | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
@@ -137,7 +137,7 @@ class Schedule:
     @staticmethod
     def _order(
         maker: PipelineMaker,
-        schedule: str | Path | Order,
+        schedule: AnySchedule,
         stages: Sequence[PipelineStage],
         num_microbatches: int | None,
     ) -> Order:
@@ -271,8 +271,8 @@ def get_schedule_class(schedule_name: str) -> type[Schedule]:
     return type(f"Schedule {family}", (_NamedSchedule,), {}, family=family)
 
 
-def family_of(schedule: str | Path | Order) -> str | Path | Order:
-    """Return the family of a schedule of torch's name; names of families, schedules and paths stay as they are."""
+def family_of(schedule: AnySchedule) -> AnySchedule:
+    """Return the family of a schedule of torch's name; all else stays as it is."""
     if not is_family_name(schedule):
         return schedule
     family_by_name = {name.lower(): family for name, family in FAMILY_OF_CLASS.items()}

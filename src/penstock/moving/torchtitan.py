@@ -4,7 +4,6 @@ docs/moving/torchtitan.md describes what differs, and what can be deleted.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from penstock.execute.control.handshake import require_equal
 from penstock.ir.schedule import Schedule as Order
 from penstock.moving.model_parts import ModelParts
-from penstock.moving.own_stages import PipelineMaker, require_parts
+from penstock.moving.own_stages import AnySchedule, PipelineMaker, require_parts
 from penstock.moving.stage_agreement import parts_of_stages
 from penstock.moving.torch_pipelining import PipelineStage, Schedule, family_of, translate_options
 from penstock.partition.split import split_layers
@@ -33,7 +32,7 @@ class Pipelined(NamedTuple):
 def pipeline_llm(
     model: nn.Module,
     module_fqns_per_model_part: Sequence[Sequence[str]],
-    schedule: str | Path | Order = "1F1B",
+    schedule: AnySchedule = "1F1B",
     n_microbatches: int | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     *,
@@ -79,7 +78,7 @@ def pipeline_llm(
     )
 
 
-def _order(maker: PipelineMaker, schedule: str | Path | Order, num_microbatches: int | None, num_parts: int) -> Order:
+def _order(maker: PipelineMaker, schedule: AnySchedule, num_microbatches: int | None, num_parts: int) -> Order:
     """Return the schedule for a model of so many parts. Raises: ConfigError, where it runs another number."""
     family_or_schedule = family_of(schedule)
     order = maker.schedule(family_or_schedule, num_microbatches, maker.stages_per_rank(family_or_schedule, num_parts))
