@@ -1,9 +1,12 @@
 """Forward steps written for Megatron-LM run unchanged, report what they report, and give one process's gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from penstock.errors import ConfigError, PipelineError, StepRefused
+from penstock.ir.recompute import with_recompute
 from penstock.moving.megatron import get_forward_backward_func
 from penstock.moving.step_stage import RoutePlace
 from penstock.schedules import build
@@ -333,6 +336,140 @@ def test_lengths_may_change_from_batch_to_batch_where_that_is_said(variable_shap
         assert "variable_shapes=True" in str(found[0])
 
 
+class Optimizer:
+    """What Megatron-LM's optimizers are to a training loop: they scale losses, and unscale gradients in their step."""
+
+    def __init__(self, parameters, scale=2.0**16, num_dims=0):
+        self._inner = torch.optim.SGD(parameters, lr=0.25)
+        self._scale = torch.full((1,) * num_dims, scale, dtype=torch.float64)
+
+    def scale_loss(self, loss):
+        return self._scale * loss
+
+    def zero_grad(self):
+        self._inner.zero_grad()
+
+    def step(self):
+        for group in self._inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(self._scale.reshape(()))
+        self._inner.step()
+
+
+def train_step(forward_backward_func, data_iterator, model, optimizer, timers):
+    """A step of a loop of 2022: everything by position, and the number of microbatches by nobody."""
+    optimizer.zero_grad()
+    losses_reduced = forward_backward_func(forward_step, data_iterator, model, optimizer, timers, False)
+    optimizer.step()
+    if not losses_reduced:
+        return {}
+    return {"lm loss": sum(row["lm loss"] for row in losses_reduced) / len(losses_reduced)}
+
+
+@pytest.mark.feature("A12", "E2")
+@pytest.mark.parametrize("num_dims", [0, 1])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_step_function_of_the_older_form_trains_as_one_process_does(num_parts, num_dims):
+    def case(transport):
+        call = get_forward_backward_func(transport=transport, num_microbatches=4)
+        parts = parts_of(transport.rank, 2, num_parts)
+        optimizer = Optimizer([p for part in parts.values() for p in part.parameters()], num_dims=num_dims)
+        reports = []
+        for step in range(2):
+            items = microbatches(8)[4 * step :][:4]
+            iterators = [iter(items) for _ in parts] if num_parts > 1 else iter(items)
+            models = list(parts.values()) if num_parts > 1 else parts[transport.rank]
+            reports.append(train_step(call, iterators, models, optimizer, None))
+        evaluated = call(
+            forward_step, iter(items) if num_parts == 1 else [iter(items), iter(items)], models, None, None, True
+        )
+        call.close()
+        return (
+            reports,
+            len(evaluated),
+            {(stage, n): p.data for stage, part in parts.items() for n, p in part.named_parameters()},
+        )
+
+    first, last = on_ranks(2, case)
+
+    num_stages = 2 * num_parts
+    whole = [Part(stage, num_stages) for stage in range(num_stages)]
+    optimizer = torch.optim.SGD([p for part in whole for p in part.parameters()], lr=0.25)
+    for step in range(2):
+        optimizer.zero_grad()
+        losses = []
+        for item in microbatches(8)[4 * step :][:4]:
+            hidden = item["features"]
+            for part in whole:
+                part.set_input_tensor([hidden])
+                hidden = part(item["features"])
+            losses.append(mean_squares(hidden, item))
+        (sum(losses) / 4).backward()
+        optimizer.step()
+        torch.testing.assert_close(last[0][step]["lm loss"], sum(losses) / 4, rtol=1e-12, atol=0)
+    expected = {(stage, n): p.data for stage, part in enumerate(whole) for n, p in part.named_parameters()}
+    assert_gradients([first[2], last[2]], expected, tolerance=1e-12)
+    assert first[0] == [{}, {}]
+    assert (first[1], last[1]) == (0, 4)
+
+
+def test_gradients_are_those_of_the_loss_that_the_optimizer_scales_in_this_call_alone():
+    def case(call, part):
+        reported = run(call, part, microbatches(4), optimizer=Optimizer(part.parameters()))
+        scaled = gradients({part.stage: part})
+        part.zero_grad()
+        run(call, part, microbatches(4), optimizer=torch.optim.SGD(part.parameters()))
+        return reported, scaled, gradients({part.stage: part})
+
+    first, last = on_parts(case)
+
+    losses, expected = one_process(2, microbatches(4), mean_squares, [0.25] * 4)
+    assert_gradients([first[1], last[1]], {key: value * 2**16 for key, value in expected.items()})
+    assert_gradients([first[2], last[2]], expected)
+    assert [row["lm loss"] for row in last[0]] == losses
+
+
+def test_a_number_in_the_call_goes_before_that_of_the_constructor_and_one_of_both_is_needed():
+    def case(call, part):
+        part_of_call = run(call, part, microbatches(2))
+        of_constructor = call(forward_step, iter(microbatches(4)), part)
+        return len(part_of_call), len(of_constructor)
+
+    assert on_parts(case, num_microbatches=4) == [(0, 0), (2, 4)]
+    errors = on_parts(lambda call, part: error_of(call, forward_step, iter(()), part))
+    assert_errors(errors, ConfigError, "num_microbatches: is in neither the call nor get_forward_backward_func(...)")
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_number_that_one_rank_lacks_is_told_on_all(has_trained):
+    def case(call, part):
+        if has_trained:
+            run(call, part, microbatches(4))
+        number = 4 if part.pre_process else None
+        return error_of(run, call, part, microbatches(4), num_microbatches=number)
+
+    for error in on_parts(case):
+        assert "num_microbatches: is in neither the call nor" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "text"),
+    [
+        ({"scale_loss": 2.0}, {"optimizer": Optimizer([torch.zeros(1)])}, "optimizer: has a scale_loss, and get_"),
+        ({}, {"timers": 3}, "timers: 3 of type int; expected a function of a timer's name, or None"),
+        (
+            {},
+            {"optimizer": SimpleNamespace(scale_loss=torch.amp.GradScaler("cpu").scale)},
+            "which decides on each rank",
+        ),
+    ],
+)
+def test_what_would_scale_twice_or_time_nothing_is_refused_on_all_ranks(options, given, text):
+    for error in on_parts(lambda call, part: error_of(run, call, part, microbatches(2), **given), **options):
+        assert isinstance(error, ConfigError)
+        assert text in str(error)
+
+
 def test_arguments_that_do_not_fit_are_refused():
     def call(**given):
         usual = {"forward_step_func": forward_step, "data_iterator": None, "model": Part(0, 1), "num_microbatches": 2}
@@ -374,6 +511,15 @@ def test_slices_are_refused_before_anything_is_called(options):
 
     assert isinstance(error, ConfigError)
     assert "a forward step takes whole ones off its data iterator; use a schedule without slices" in str(error)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", with_recompute(build("1f1b", ranks=2, microbatches=2))])
+def test_forwards_that_run_again_are_refused_since_their_data_are_gone(schedule):
+    options = {"recompute": True} if schedule == "1f1b" else {}
+
+    for error in refused(schedule=schedule, **options):
+        assert isinstance(error, ConfigError)
+        assert "runs forwards again (R), but a forward step has taken its item off the data iterator" in str(error)
 
 
 def train_two_routes(rank, num_microbatches, **options):

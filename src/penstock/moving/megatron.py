@@ -10,22 +10,24 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, described, nearest
 from penstock.execute.batch.microbatch import PreSplit
 from penstock.execute.control.agreement import Mode
+from penstock.execute.losses.grad_scaler import grad_scaler_of
+from penstock.execute.losses.loss import Scale
 from penstock.execute.losses.results import MicrobatchLosses, StepResult
-from penstock.ir.operations import OPERATIONS, At, Op, Read, Value
+from penstock.ir.operations import RUNS_FORWARD
 from penstock.ir.schedule import Schedule
 from penstock.moving.own_stages import AnySchedule, PipelineMaker
+from penstock.moving.pass_timers import TAKES_INPUTS, PassTimers, Timers
 from penstock.moving.stage_agreement import parts_of_stages
 from penstock.moving.step_stage import CountTokens, ForwardStep, RoutePlace, StepCall, StepLoss, StepStage
 from penstock.pipeline import Pipeline
 
 MAX_PIPELINES = 2
 """How many pipelines stay for later calls: for training, and for an evaluation of another number of microbatches."""
-_TAKES_INPUTS = np.array([Read(Value.OUTPUT, At.UPSTREAM) in OPERATIONS[op].reads for op in Op])
 
 _UNUSED_ARGUMENTS = (
     "seq_length",
@@ -55,7 +57,8 @@ class ForwardBackward:
     `schedule`: any of Penstock's; by default `1f1b` for one model part per rank, `interleaved-1f1b` for several.
     `count_tokens(data)` says how many tokens one item of the data iterator holds that count for the loss. With it, a
     loss function returns the sum over tokens and their number, and gradients are those of the mean over all tokens of
-    the batch; the rank of the last stage then pulls the whole batch ahead. Further keywords are those of `Pipeline`.
+    the batch; the rank of the last stage then pulls the whole batch ahead. `num_microbatches` is that of calls which do
+    not say it. Further keywords are those of `Pipeline`.
     """
 
     def __init__(
@@ -64,12 +67,19 @@ class ForwardBackward:
         *,
         group: dist.ProcessGroup | None = None,
         count_tokens: CountTokens | None = None,
+        num_microbatches: int | None = None,
         **options: Any,
     ) -> None:
         self._schedule = schedule
         self._group = group
         self._count_tokens = count_tokens
-        self._options = options
+        self._num_microbatches = num_microbatches
+        self._timers = PassTimers()
+        self._scale_loss: Scale | None = None
+        """The `scale_loss` of the last call's optimizer."""
+        # The optimizer comes with a call, and the pipeline stays for later ones.
+        scale_loss = self._scaled if options.get("scale_loss") is None else options["scale_loss"]
+        self._options = {**options, "scale_loss": scale_loss}
         if options.get("slices") not in (None, 1) or (isinstance(schedule, Schedule) and schedule.num_slices > 1):
             raise ConfigError(_SLICES, key="schedule")
         self._pipelines: dict[tuple[int, ...], _StagedPipeline] = {}
@@ -78,35 +88,48 @@ class ForwardBackward:
 
     def __call__(
         self,
-        *,
         forward_step_func: ForwardStep,
         data_iterator: Any,
         model: nn.Module | Sequence[nn.Module],
-        num_microbatches: int,
+        optimizer: Any = None,
+        timers: Timers | None = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
+        *,
+        num_microbatches: int | None = None,
         **unneeded: Any,
     ) -> list[Any]:
         """Run one batch; return what the loss function reported of each microbatch, on the rank of the last stage.
 
-        The arguments are those of Megatron-LM's forward-backward functions, and `unneeded` those of them that are
-        ignored. `model` and `data_iterator` are one each, or lists with one entry per model part of this rank; the
-        iterator of a part whose forward step takes no data may be None. `forward_only` runs without gradients, with
-        modules in evaluation mode. With `collect_non_loss_data` the list holds `loss_func(output, non_loss_data=True)`.
+        The arguments are those of Megatron-LM's forward-backward functions, by position those of its older ones, and
+        `unneeded` those of them that are ignored. Losses are scaled by the method `scale_loss` of `optimizer`, if it
+        has one, where their backward begins; it must be the same on all ranks. `timers("forward-compute", log_level=2)`
+        and `timers("backward-compute", log_level=2)` are started and stopped around every pass. `model` and
+        `data_iterator` are one each, or lists with one entry per model part of this rank; the iterator of a part whose
+        forward step takes no data may be None. `forward_only` runs without gradients, with modules in evaluation mode.
+        With `collect_non_loss_data` the list holds `loss_func(output, non_loss_data=True)`.
 
         Raises:
             ConfigError: on every rank, if the arguments do not fit each other; after a call that did, a StepRefused.
             PipelineError: on every rank, if the step fails on any.
         """
         models = list(model) if isinstance(model, (nn.ModuleList, Sequence)) else [model]
-        call = StepCall(forward_step_func, [], num_microbatches, forward_only, collect_non_loss_data)
+        number = self._num_microbatches if num_microbatches is None else num_microbatches
+        # Without a number, the rank still meets the others, to tell them of it.
+        call_number = self._last_number() if number is None else number
+        call = StepCall(forward_step_func, [], call_number, forward_only, collect_non_loss_data)
         problem: ConfigError | None = None
+        scale_loss = getattr(optimizer, "scale_loss", None)
         try:
+            _require_number(number)
+            _require_timers(timers)
+            self._refuse_second_scale(scale_loss)
             _refuse_unknown_arguments(unneeded, call)
             call.iterators = _iterators_of_models(data_iterator, len(models))
         except ConfigError as error:
             problem = error  # all ranks raise it together in `_run_batch`; else the other ranks would wait for this one
-        return self._run_batch(self._pipeline_for(models, num_microbatches, problem), call, problem)
+        self._scale_loss, self._timers.timers = scale_loss, timers
+        return self._run_batch(self._pipeline_for(models, call.num_microbatches, problem), call, problem)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -119,11 +142,35 @@ class ForwardBackward:
             pipeline.close()
         self._pipelines.clear()
 
+    def _last_number(self) -> int:
+        """Return the number of microbatches of the last call; 1 before the first."""
+        return 1 if self.pipeline is None else self.pipeline.schedule.num_microbatches
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss as the optimizer of the call scales it."""
+        return loss if self._scale_loss is None else self._scale_loss(loss)
+
+    def _refuse_second_scale(self, scale_loss: Any) -> None:
+        """Refuse a `scale_loss` of an optimizer beside that of the constructor, or of torch's. Raises: ConfigError."""
+        if scale_loss is not None and self._options["scale_loss"] != self._scaled:
+            raise ConfigError(
+                "has a scale_loss, and get_forward_backward_func was given one, too; give one of them", key="optimizer"
+            )
+        if grad_scaler_of(scale_loss) is not None:
+            raise ConfigError(
+                "has a scale_loss of torch.amp.GradScaler, which decides on each rank alone; give "
+                "get_forward_backward_func(scale_loss=scaler.scale)",
+                key="optimizer",
+            )
+
     def _pipeline_for(
         self, models: Sequence[nn.Module], num_microbatches: int, problem: ConfigError | None
     ) -> _StagedPipeline:
-        """Return the pipeline of these model parts and microbatches, made anew where no recent call had them."""
-        key = (num_microbatches, *map(id, models))
+        """Return the pipeline of these model parts and microbatches, made anew where no recent call had them.
+
+        Calls with timers have a pipeline of their own, since nothing may stand around the passes of all others.
+        """
+        key = (num_microbatches, self._timers.timers is not None, *map(id, models))
         staged_pipeline = self._pipelines.pop(key, None) or self._make_pipeline(models, num_microbatches, problem)
         self._pipelines[key] = staged_pipeline  # the last used comes last
         while len(self._pipelines) > MAX_PIPELINES:
@@ -137,7 +184,10 @@ class ForwardBackward:
         """Make the pipeline of these model parts; every rank calls it, even with a problem, which all then raise."""
         # The target of a microbatch is the number of its tokens (`StepStage.loss_targets`), so it is its own count.
         count = None if self._count_tokens is None else float
-        maker = PipelineMaker.of(self._group, {"count": count, **self._options})
+        options = dict(self._options)
+        if self._timers.timers is not None:
+            options["observers"] = [*options.get("observers", ()), self._timers]
+        maker = PipelineMaker.of(self._group, {"count": count, **options})
         schedule = maker.joined.together(lambda: self._make_schedule(maker, models, num_microbatches, problem))
         stage_indices = schedule.placement.stages_of_rank[maker.transport.rank]
         part_of_stage, route_length = parts_of_stages(schedule.placement), len(schedule.placement.routes[0])
@@ -200,6 +250,16 @@ get_forward_backward_func = ForwardBackward
 """Megatron's name of the function that makes one."""
 
 
+def _require_number(num_microbatches: int | None) -> None:
+    if num_microbatches is None:
+        raise ConfigError("is in neither the call nor get_forward_backward_func(...)", key="num_microbatches")
+
+
+def _require_timers(timers: object) -> None:
+    if timers is not None and not callable(timers):
+        raise ConfigError(f"{described(timers)}; expected a function of a timer's name, or None", key="timers")
+
+
 def _refuse_unknown_arguments(unneeded: Iterable[str], call: StepCall) -> None:
     for name in unneeded:
         if name not in _UNUSED_ARGUMENTS:
@@ -224,10 +284,16 @@ def _iterators_of_models(data_iterator: Any, num_models: int) -> list[Any]:
 
 
 def _require_order(schedule: Schedule) -> None:
-    """Data iterators give one microbatch after another, so every stage must take them in order, and whole."""
+    """Data iterators give each microbatch once, one after another, so every stage must take them so, and whole."""
     if schedule.num_slices > 1:
         raise ConfigError(_SLICES, key="schedule")
-    is_forward = _TAKES_INPUTS[schedule.kind]
+    is_forward = TAKES_INPUTS[schedule.kind]
+    if (RUNS_FORWARD[schedule.kind] & ~is_forward).any():
+        raise ConfigError(
+            f"{schedule.name} runs forwards again (R), but a forward step has taken its item off the data iterator by "
+            "then; use a schedule without recompute, and torch.utils.checkpoint within your layers",
+            key="schedule",
+        )
     for stage in range(schedule.num_stages):
         microbatches = schedule.microbatch[is_forward & (schedule.stage == stage)]
         if (np.diff(microbatches) < 0).any():
