@@ -86,8 +86,15 @@ def test_the_backward_of_ones_own_trains_as_autograds(two_ranks):
         assert matches
 
 
+@pytest.mark.slow
+def test_the_replicas_train_to_the_loss_that_the_page_shows(tmp_path):
+    section = page("README").partition("## Replicas")[2].partition("## True")[0]
+
+    assert run_page(section, tmp_path) == section
+
+
 def snippet_of_own_backward():
-    (code,) = re.findall(r"```python\n(import torch.*?)```", page("README"), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", page("README").partition("## Replicas")[0], re.DOTALL)
     return code
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError, PipelineError
+from penstock.execute.transport.places import Places
 from penstock.moving.stage_agreement import agree_on_stages
 from penstock.schedules import build
 from tests.support.local_pipelines import error_of, on_ranks, two_routes
@@ -23,7 +24,7 @@ def outcomes(own_of_rank, schedule=None):
 
     def case(transport):
         try:
-            return agree_on_stages(transport, own_of_rank[transport.rank], schedule or dualpipe())
+            return agree_on_stages(Places.of(transport), own_of_rank[transport.rank], schedule or dualpipe())
         except PartitionError as error:
             return error
 
@@ -131,7 +132,7 @@ def test_one_route_asks_nothing_of_the_modules():
 def test_other_schedules_are_told_before_anything_else():
     schedules = [dualpipe(), build("chimera", ranks=2, microbatches=4)]
 
-    errors = on_ranks(2, lambda wires: error_of(agree_on_stages, wires, {}, schedules[wires.rank]))
+    errors = on_ranks(2, lambda wires: error_of(agree_on_stages, Places.of(wires), {}, schedules[wires.rank]))
 
     assert [type(error) for error in errors] == [PipelineError] * 2
     assert "the ranks disagree on schedule" in str(errors[0])

@@ -67,7 +67,8 @@ def initialize(
     and `lr_scheduler(optimizer)` its scheduler; an engine without an optimizer computes gradients only.
     `gradient_accumulation_steps` is the number of microbatches of a batch. `gradient_clipping` is the largest norm over
     all ranks; 0 does not clip. `schedule` is a name, a file, a `penstock.Schedule`, or a subclass of `PipeSchedule`.
-    Further keywords are `split` (layers per stage, in place of `partition_method`) and those of `Pipeline`.
+    Further keywords are `split` (layers per stage, in place of `partition_method`) and those of `Pipeline`. With `mesh`
+    there are replicas, each with data of its own.
 
     Raises:
         ConfigError, PartitionError: if the model cannot be divided as asked.
@@ -220,6 +221,12 @@ class Engine:
     def _pipeline(self, num_microbatches: int) -> Pipeline:
         """Return the pipeline for so many microbatches; the pipelines of all numbers run the same modules."""
         if num_microbatches not in self._pipelines:
+            if self._pipelines and self.pipeline.options.is_sharded:
+                raise ConfigError(
+                    f"{num_microbatches}, but the shards of the weights belong to the pipeline of batches of "
+                    f"{self.num_microbatches}; evaluate as many, or leave out shard",
+                    key="num_micro_batches",
+                )
             self._pipelines[num_microbatches] = self._make_pipeline(num_microbatches)
         return self._pipelines[num_microbatches]
 
@@ -251,8 +258,8 @@ class Engine:
             loss=self.model.loss_fn,
             split=split,
             process_group=self._group,
-            transport=maker.transport,
             ranks=maker.transport.num_ranks,
+            **maker.connection,
             **pipeline_options,
         )
 

@@ -75,7 +75,7 @@ Entry = LayerSpec | nn.Module | Callable[[Any], Any]
 
 _RECOMPUTES = "call torch.utils.checkpoint.checkpoint in the layers that want it, or give initialize(recompute=True)"
 _UNUSED_ARGUMENTS = {
-    "topology": "for replicas give the layers to ps.Pipeline(module.specs(), mesh=...)",
+    "topology": "for replicas give initialize(mesh=...)",
     "seed_layers": "leave it out: each layer's first values are drawn by base_seed and its place",
     "seed_fn": "leave it out: each layer's first values are drawn by base_seed and its place",
     "activation_checkpoint_interval": _RECOMPUTES,

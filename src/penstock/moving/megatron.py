@@ -58,7 +58,7 @@ class ForwardBackward:
     `count_tokens(data)` says how many tokens one item of the data iterator holds that count for the loss. With it, a
     loss function returns the sum over tokens and their number, and gradients are those of the mean over all tokens of
     the batch; the rank of the last stage then pulls the whole batch ahead. `num_microbatches` is that of calls which do
-    not say it. Further keywords are those of `Pipeline`.
+    not say it. Further keywords are those of `Pipeline`, `mesh` too: each replica then has data iterators of its own.
     """
 
     def __init__(
@@ -120,15 +120,16 @@ class ForwardBackward:
         call = StepCall(forward_step_func, [], call_number, forward_only, collect_non_loss_data)
         problem: ConfigError | None = None
         scale_loss = getattr(optimizer, "scale_loss", None)
+        self._scale_loss, self._timers.timers = scale_loss, timers
         try:
             _require_number(number)
             _require_timers(timers)
             self._refuse_second_scale(scale_loss)
             _refuse_unknown_arguments(unneeded, call)
             call.iterators = _iterators_of_models(data_iterator, len(models))
+            self._refuse_other_shards(self._key(models, call_number))
         except ConfigError as error:
             problem = error  # all ranks raise it together in `_run_batch`; else the other ranks would wait for this one
-        self._scale_loss, self._timers.timers = scale_loss, timers
         return self._run_batch(self._pipeline_for(models, call.num_microbatches, problem), call, problem)
 
     @property
@@ -141,6 +142,22 @@ class ForwardBackward:
         for pipeline, _ in self._pipelines.values():
             pipeline.close()
         self._pipelines.clear()
+
+    def _key(self, models: Sequence[nn.Module], num_microbatches: int) -> tuple[int, ...]:
+        """Return under what a pipeline that can run a call is kept: its sizes, whether it has timers, and its parts."""
+        timed_key, key = ((num_microbatches, is_timed, *map(id, models)) for is_timed in (True, False))
+        return timed_key if self._timers.timers is not None or timed_key in self._pipelines else key
+
+    def _refuse_other_shards(self, key: tuple[int, ...]) -> None:
+        """Refuse a second pipeline of model parts that are sharded by a first one. Raises: ConfigError."""
+        if self.pipeline is None or not self.pipeline.options.is_sharded or key in self._pipelines:
+            return
+        if any(key[2:] == other_key[2:] for other_key in self._pipelines):
+            raise ConfigError(
+                f"{key[0]}, but the shards of the weights belong to the pipeline of batches of {self._last_number()}"
+                f"{', made without timers' * key[1]}; give as many, timers in the first call if any, or no shard",
+                key="num_microbatches",
+            )
 
     def _last_number(self) -> int:
         """Return the number of microbatches of the last call; 1 before the first."""
@@ -168,9 +185,10 @@ class ForwardBackward:
     ) -> _StagedPipeline:
         """Return the pipeline of these model parts and microbatches, made anew where no recent call had them.
 
-        Calls with timers have a pipeline of their own, since nothing may stand around the passes of all others.
+        Nothing stands around the passes of calls before the first one with timers. The pipeline of that one serves
+        calls without timers, too.
         """
-        key = (num_microbatches, self._timers.timers is not None, *map(id, models))
+        key = self._key(models, num_microbatches)
         staged_pipeline = self._pipelines.pop(key, None) or self._make_pipeline(models, num_microbatches, problem)
         self._pipelines[key] = staged_pipeline  # the last used comes last
         while len(self._pipelines) > MAX_PIPELINES:

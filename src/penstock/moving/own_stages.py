@@ -17,6 +17,7 @@ from penstock.errors import ConfigError, PartitionError
 from penstock.execute.joining import Joined, join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.options import refuse_unknown
+from penstock.execute.replicas.mesh import MESH
 from penstock.execute.stages.layers import Layer
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
@@ -65,14 +66,19 @@ class PipelineMaker:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, options: Mapping[str, Any]) -> "PipelineMaker":
-        """Take the transport that `options` name, or a new one; every rank of the group calls it."""
-        joined = join(group, options)
-        joined_options = {"transport", *joined.family_options}
+        """Connect to the ranks of the group, or of the transport or mesh of `options`; every rank calls it."""
+        joined = join(group, {name: options[name] for name in options if name != MESH}, mesh=options.get(MESH))
+        joined_options = {"transport", MESH, *joined.family_options}
         return cls(joined, {name: options[name] for name in options if name not in joined_options})
 
     @property
+    def connection(self) -> dict[str, Any]:
+        """The keyword by which a pipeline takes over the connection to the other ranks."""
+        return {MESH: self.joined.places} if self.joined.has_mesh else {"transport": self.transport}
+
+    @property
     def transport(self) -> Transport:
-        """The messages to and from the other ranks."""
+        """The messages to and from the other ranks of this rank's pipeline."""
         return self.joined.transport
 
     def schedule(self, schedule: AnySchedule, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
@@ -139,7 +145,7 @@ class PipelineMaker:
                 copies of a part differ.
         """
         # Ties are parameters that two stages of a rank share: all ranks must know them.
-        ties = agree_on_stages(self.transport, modules, schedule)
+        ties = agree_on_stages(self.joined.places, modules, schedule)
         routes = schedule.placement.routes
         part_of_stage = parts_of_stages(schedule.placement)
         layers: list[Layer] = [RemoteStage(part) for part in range(len(routes[0]))]
@@ -152,9 +158,9 @@ class PipelineMaker:
             layers,
             schedule,
             loss=loss,
-            process_group=self.joined.process_group,
+            process_group=None if self.joined.has_mesh else self.joined.process_group,
             ranks=self.transport.num_ranks,
-            transport=self.transport,
+            **self.connection,
             **options,
         )
 

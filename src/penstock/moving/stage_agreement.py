@@ -14,7 +14,7 @@ from penstock.execute.control.agreement import digest
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import require_equal
 from penstock.execute.parameters.tied import TiedCopy
-from penstock.execute.transport.protocol import Transport
+from penstock.execute.transport.places import Places
 from penstock.execute.transport.world import shares_process
 from penstock.ir.schedule import Schedule
 from penstock.partition.split import split_over
@@ -23,8 +23,8 @@ from penstock.placement import Placement
 Pair = tuple[str, str]
 
 
-def agree_on_stages(transport: Transport, modules: Mapping[int, nn.Module], schedule: Schedule) -> list[Pair]:
-    """Make sure that every rank brings the stages that the schedule places there; every rank calls it.
+def agree_on_stages(places: Places, modules: Mapping[int, nn.Module], schedule: Schedule) -> list[Pair]:
+    """Make sure that every rank brings the stages that the schedule places there; every rank of all replicas calls it.
 
     With two routes through the model, as in a bidirectional schedule, each part of the model is on two ranks. Then
     return the pairs of names of parameters that a rank holds as one object in two parts: all ranks must treat them as
@@ -35,10 +35,29 @@ def agree_on_stages(transport: Transport, modules: Mapping[int, nn.Module], sche
         PartitionError: on every rank alike, naming the rank, its stage and the first difference.
     """
     placement = schedule.placement
-    has_copies = len(placement.routes) > 1
-    part_of_stage = parts_of_stages(placement) if has_copies else []
-    reports = Control(transport).together(lambda: _rank_report(modules, schedule, part_of_stage))
-    require_equal([report["setup"] for report in reports])
+    part_of_stage = parts_of_stages(placement) if len(placement.routes) > 1 else []
+    reports = Control.of(places).together(lambda: _rank_report(modules, schedule, part_of_stage))
+    require_equal([report["setup"] for report in reports], places.names)
+    in_one_process = shares_process(places.pipeline)
+    ties_of_replicas = []
+    for replica in range(places.num_replicas):
+        replica_reports = [reports[index] for index in places.replica_of(replica)]
+        try:
+            ties_of_replicas.append(
+                _ties_of_replica(replica_reports, schedule, part_of_stage, in_one_process=in_one_process)
+            )
+        except PartitionError as error:
+            if places.num_replicas == 1:
+                raise
+            raise PartitionError(f"replica {replica}: {error}") from error
+    return ties_of_replicas[places.replica]
+
+
+def _ties_of_replica(
+    reports: Sequence[Any], schedule: Schedule, part_of_stage: Sequence[int], *, in_one_process: bool
+) -> list[Pair]:
+    """Compare what the ranks of one replica bring, and return the pairs of names that are one parameter there."""
+    placement = schedule.placement
     stage_reports: dict[int, Any] = {}
     for rank, report in enumerate(reports):
         stages, expected_stages = sorted(map(int, report["stages"])), list(placement.stages_of_rank[rank])
@@ -49,15 +68,12 @@ def agree_on_stages(transport: Transport, modules: Mapping[int, nn.Module], sche
                 f"{expected_stages} there; bring these (in all: {placement_text}), or use another schedule"
             )
         stage_reports |= {int(stage): stage_report for stage, stage_report in report["stages"].items()}
-    if not has_copies:
-        return []
-    # Two stages with the same part must be modules with equal parameters.
-    in_one_process = shares_process(transport)
+    # Two stages with the same part, of which there are some with two routes, must be modules with equal parameters.
     for stage, part in enumerate(part_of_stage):
         first_stage = part_of_stage.index(part)
         if first_stage != stage:
             _require_equal_copies(stage_reports, first_stage, stage, placement, in_one_process=in_one_process)
-    return _agreed_pairs([report["shared"] for report in reports], placement, part_of_stage)
+    return _agreed_pairs([report["shared"] for report in reports], placement, part_of_stage) if part_of_stage else []
 
 
 def _rank_report(modules: Mapping[int, nn.Module], schedule: Schedule, part_of_stage: Sequence[int]) -> dict[str, Any]:

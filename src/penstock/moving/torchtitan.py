@@ -68,7 +68,7 @@ def pipeline_llm(
         modules = {stage: prepare(part) or part for stage, part in modules.items()}
     stages = [PipelineStage(part, stage, order.num_stages, device, group=group) for stage, part in modules.items()]
     tied = [*maker.options.get("tied", ()), *parts.tied()]
-    schedule_options = {**maker.options, "tied": tied, "transport": maker.transport}
+    schedule_options = {**maker.options, "tied": tied, **maker.connection}
     pp_schedule = Schedule(order, stages, loss_fn=loss_fn, **schedule_options)
     return Pipelined(
         pp_schedule,
