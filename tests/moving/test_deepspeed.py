@@ -1,10 +1,12 @@
 """Code written for DeepSpeed's pipelines trains as one process does, optimizer included."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, EndOfData, StepRefused
+from penstock.errors import ConfigError, EndOfData, PipelineError, StepRefused
 from penstock.moving.deepspeed import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from tests.support.local_pipelines import VOCABULARY, WIDTH, error_of, on_ranks, token_loss, values
 
@@ -216,17 +218,30 @@ def test_evaluation_between_training_changes_nothing_and_gives_what_is_asked_for
     torch.testing.assert_close(torch.stack(first[5]).mean(), first[2])
 
 
-def test_data_that_end_early_refuse_the_batch_on_all_ranks_and_the_next_one_runs():
+@pytest.mark.parametrize("options", [{"count": lambda labels: 6}, {}])
+def test_data_that_end_early_end_the_batch_on_all_ranks_and_the_next_one_runs(options):
     def case(engine):
         error = error_of(engine.train_batch, iter(data(3)))
         empty = error_of(engine.train_batch, iter(()))
-        return error, empty, engine.train_batch(iter(data(4)))
+        return error, empty, train_two(engine), parameters_of(engine)
 
-    for error, empty, loss in on_engines(2, case):
-        assert type(error) is type(empty) is EndOfData
-        assert "the data of rank 0 ended: a batch takes 4 items, and 3 were left" in str(error)
+    outcomes = on_engines(2, case, optimizer=sgd, lr_scheduler=halving, **options)
+
+    for error, empty, *_ in outcomes:
+        assert type(error) is (EndOfData if options else PipelineError)
+        assert re.search(r"the data of rank [01] ended: a batch takes 4 items, and 3 were left", str(error))
+        assert type(empty) is EndOfData
         assert "and 0 were left" in str(empty)
-        assert loss.isfinite()
+    check([found for *_, losses, parameters in outcomes for found in [(losses, parameters)]], one_process())
+
+
+def train_two(engine):
+    items = iter(data(8))
+    return [engine.train_batch(items) for _ in range(2)]
+
+
+def parameters_of(engine):
+    return {name: parameter.detach().clone() for name, parameter in engine.pipeline.named_parameters()}
 
 
 def broken_loader():
@@ -235,21 +250,21 @@ def broken_loader():
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("given", "text", "options"),
     [
-        (lambda: None, "was given nothing for data_iter; pass an iterator"),
-        (lambda: data(4), "was given a list for data_iter; pass an iterator"),
-        (lambda: iter([inputs for inputs, _ in data(4)]), "gave a Tensor; expected pairs (inputs, labels)"),
-        (broken_loader, "data_iter of rank 1 raised OSError: disk gone"),
+        (lambda: None, "was given nothing for data_iter; pass an iterator", {}),
+        (lambda: data(4), "was given a list for data_iter; pass an iterator", {}),
+        (lambda: iter([inputs for inputs, _ in data(4)]), "gave a Tensor; expected pairs (inputs, labels)", {}),
+        (broken_loader, "data_iter of rank 1 raised OSError: disk gone", {"count": len}),
     ],
 )
-def test_data_that_are_none_refuse_the_batch_on_all_ranks(given, text):
+def test_data_that_are_none_refuse_the_batch_on_all_ranks(given, text, options):
     def case(engine):
         error = error_of(engine.train_batch, given() if engine.is_last_stage() else iter(data(4)))
         without_labels = engine.eval_batch(iter(data(4)) if engine.is_first_stage() else None, compute_loss=False)
         return error, without_labels
 
-    outcomes = on_engines(2, case)
+    outcomes = on_engines(2, case, **options)
 
     for error, _ in outcomes:
         assert type(error) is StepRefused

@@ -4,7 +4,6 @@ docs/moving/deepspeed.md describes what differs, and what can be deleted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -13,15 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.errors import ConfigError, EndOfData, PipelineError
+from penstock.errors import ConfigError, PipelineError
 from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.batch.stream import Part, Stream
 from penstock.execute.control.agreement import Mode
 from penstock.execute.control.collectives import Control
+from penstock.execute.losses.ignored import counted_targets
 from penstock.execute.losses.results import StepResult
 from penstock.execute.stages.layers import Layer
 from penstock.execute.transport.calls import collective
 from penstock.ir.schedule import Schedule
 from penstock.models.layer import LayerSpec as Spec
+from penstock.moving.deepspeed_data import BatchItems
 from penstock.moving.deepspeed_module import PAGE, LayerSpec, PipelineModule, TiedLayerSpec
 from penstock.moving.own_stages import AnySchedule, LocalStage, PipelineMaker, require_parts
 from penstock.pipeline import Pipeline
@@ -128,6 +130,8 @@ class Engine:
         self.pipeline = self._pipeline(num_microbatches)
         self.result: StepResult | None = None
         """The result of the last batch's step."""
+        self._items: BatchItems | None = None
+        """The items of the last batch; those that it has not pulled, since it failed, are passed over."""
 
     def __getattr__(self, name: str) -> Any:
         instead = _REPLACEMENTS.get(name, "see the table of the page")
@@ -154,16 +158,23 @@ class Engine:
         """Train on the next `gradient_accumulation_steps` items `(inputs, labels)`; every rank gets the mean loss.
 
         The rank of the first layer takes the inputs and that of the last one the labels, each off an iterator of its
-        own over the same data; other ranks need none. Then the optimizer and its scheduler take a step.
+        own over the same data; other ranks need none. An item is pulled when its first forward or loss needs it, or
+        while the rank would wait. Where losses are weighed by their labels, all are pulled before the first backward.
+        Then the optimizer and its scheduler take a step.
 
         Raises:
-            EndOfData: on every rank, if a rank's data end too early.
+            EndOfData: on every rank, if a rank's data are at an end.
             StepRefused: on every rank, if a rank that needs data has none, or other ones.
-            PipelineError: on every rank, if the step fails on any.
+            PipelineError: on every rank, if the step fails on any, or data end within it.
         """
         self._require_loss()
         inputs, labels = self._take_batch(self.pipeline, data_iter, Mode.TRAIN)
-        self.result = self.pipeline.step(*inputs, target=labels)
+        try:
+            self.result = self.pipeline.step(*inputs, target=labels)
+        except PipelineError:
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()  # they hold a part of the batch, and the next batch would add to them
+            raise
         if self._clip_norm:
             self.grad_norm = self.pipeline.clip_grad_norm_(self._clip_norm).item()
         self.global_steps += 1
@@ -270,20 +281,34 @@ class Engine:
     def _take_batch(
         self, pipeline: Pipeline, data_iter: Iterator[Any] | None, mode: Mode, *, needs_labels: bool = True
     ) -> tuple[tuple[Any, ...], Any]:
-        """Return the inputs and labels of a batch, as far as this rank needs them.
+        """Return the inputs and labels of a batch, as far as this rank needs them, or a stream of both.
 
         Where the data are wrong, the step is refused on all ranks.
         """
         is_first, is_last = self.is_first_stage(), self.is_last_stage()
+        if self._items is not None and self._items.data_iter is data_iter:
+            self._items.pass_over()
         if not (is_first or is_last) or (data_iter is None and not is_first and not needs_labels):
             return (), None
+
+        def part(item: Any) -> Part:
+            return Part(*item[:1] * is_first, target=item[1] if is_last else None)
+
         try:
-            items = _items_of_batch(data_iter, pipeline)
+            self._items = items = BatchItems(data_iter, pipeline.rank, pipeline.schedule.num_microbatches)
+            if mode is Mode.TRAIN and not _weighs_by_labels(pipeline, self.model.loss_fn):
+                return (Stream(items, preprocess=part),), None
+            inputs, labels = zip(*items, strict=True)
         except PipelineError as error:
             pipeline.refuse(error, mode)
-        inputs, labels = zip(*items, strict=True)
         inputs_for_step = (PreSplit(inputs),) if is_first else ()
         return inputs_for_step, PreSplit(labels) if is_last and needs_labels else None
+
+
+def _weighs_by_labels(pipeline: Pipeline, loss: Any) -> bool:
+    """Whether all labels of a batch must be known before its first backward, such as to count their tokens."""
+    options = pipeline.options
+    return options.count is not None or (options.reduction == "mean" and counted_targets(loss) is not None)
 
 
 def _schedule_of(
@@ -315,37 +340,6 @@ def _ties(layers: Sequence[nn.Module | Spec]) -> list[tuple[str, str]]:
     """Return pairs of parameter names that the specs among the layers tie to each other."""
     specs = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, Spec)]
     return [(f"{index}.{name}", owner_name) for index, spec in specs for name, owner_name in spec.tied]
-
-
-def _items_of_batch(data_iter: Iterator[Any] | None, pipeline: Pipeline) -> list[Any]:
-    """Return the next items `(inputs, labels)` of an iterator, as many as a batch has microbatches.
-
-    Raises:
-        EndOfData: fewer items are left.
-        PipelineError: there is no iterator, it fails, or its items are no pairs.
-    """
-    rank, num_microbatches = pipeline.rank, pipeline.schedule.num_microbatches
-    if not isinstance(data_iter, Iterator):
-        description = "nothing" if data_iter is None else f"a {type(data_iter).__name__}"
-        raise PipelineError(
-            f"rank {rank} holds the first or the last layer and was given {description} for data_iter; pass an "
-            "iterator, made once, off which every batch takes its items"
-        )
-    try:
-        items = list(islice(data_iter, num_microbatches))
-    except Exception as error:
-        raise PipelineError(f"data_iter of rank {rank} raised {type(error).__name__}: {error}") from error
-    if len(items) < num_microbatches:
-        raise EndOfData(
-            f"the data of rank {rank} ended: a batch takes {num_microbatches} items, and {len(items)} were left"
-        )
-    for item in items:
-        if not (isinstance(item, (tuple, list)) and len(item) == 2):
-            raise PipelineError(
-                f"data_iter of rank {rank} gave a {type(item).__name__}; expected pairs (inputs, labels), in which "
-                "several inputs are a tuple"
-            )
-    return items
 
 
 __all__ = ["Engine", "LayerSpec", "PipelineModule", "TiedLayerSpec", "initialize"]
