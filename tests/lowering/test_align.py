@@ -10,10 +10,12 @@ from penstock.ir import hot
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 from penstock.lowering import lower
+from penstock.placement import Placement
 from penstock.proofs import check
 from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from tests.lowering.programs import computations, drawn, lines
+from tests.proofs.tables import schedule_of
 from tests.support.mesh_pipelines import Job, gradients_after, two_steps
 from tests.support.strategies import feasible_schedules
 
@@ -85,6 +87,15 @@ def assert_between(starts, aligned_starts, extreme):
         common = extreme(start for start, _ in group)
         for start, aligned in group:
             assert min(start, common) <= aligned <= max(start, common)
+
+
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_collectives_that_come_to_one_place_keep_their_order(shard):
+    orders = "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 1I0 2W0 1W0"
+    schedule = schedule_of(orders, placement=Placement.explicit([0, 1, 1, 0]))
+
+    options = {"shard": shard, "residency": None, "look_ahead": 0}
+    assert collectives_of(lower(schedule, aligned=True, **options)) == collectives_of(lower(schedule, **options))
 
 
 @pytest.mark.feature("X22")

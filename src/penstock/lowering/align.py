@@ -56,7 +56,7 @@ class Clock(NamedTuple):
 
     def latest_together(self, last: Ints) -> Int64s:
         """Return, for each reduction behind a computation, the last one behind which it starts no later than others."""
-        common = _common(self.rank[last], last, self.end[last], np.maximum)
+        common = np.maximum(_common(self.rank[last], last, self.end[last], np.maximum), self.end[last])
         return np.searchsorted(self._in_order(self.end), self._key(last, common), side="right") - 1
 
     def _in_order(self, time: Int64s) -> Int64s:
@@ -72,11 +72,13 @@ class Clock(NamedTuple):
 
 
 def _common(rank: Int64s, computation: Ints, time: Int64s, extreme: np.ufunc) -> Int64s:
-    """Return the extreme of the times of collectives that have the same number on their ranks."""
+    """Return the extreme of the times of collectives that have the same number on their ranks, or an earlier time."""
     in_order = np.lexsort((computation, rank))
     number = np.empty(len(rank), np.int64)
     number[in_order] = np.arange(len(rank)) - np.searchsorted(rank[in_order], rank[in_order])
-    common = np.zeros(len(rank), np.int64)
+    common = np.zeros(1 + number.max(initial=-1), np.int64)
     common[number] = time  # some time of each number, for the extreme to begin with
     extreme.at(common, number, time)
-    return common[number]
+    # A rank with few collectives may come to its last one after others have come to later numbers. So that each rank
+    # keeps its order, no number has a later time than the next one.
+    return np.minimum.accumulate(common[::-1])[::-1][number]

@@ -69,16 +69,18 @@ def place_gathers(
     # A stay is the time from a gather of a unit until it is dropped.
     num_whole = 1 + (second_unit >= 0).astype(np.int32)
     stays = _choose_stays(program, first_row, unit, second_unit, num_whole, most_units, look_ahead)
+    # Rows that are aligned to one place keep the order that they had before.
+    by_gather, by_last = (np.argsort(column, kind="stable") for column in (stays.gather, stays.last))
     if aligned and len(stays.unit):
         _align(program, first_row, stays, num_whole, most_units)
-    last_row = first_row[stays.last]
+    last_row = first_row[stays.last[by_last]]
     # The key of a new row says before or after which row it is inserted.
     key = np.concatenate([
-        NewRows.before(first_row[stays.gather]),
+        NewRows.before(first_row[stays.gather[by_gather]]),
         NewRows.after(behind_sends(program, last_row + program.joined[last_row])),
     ])  # fmt: skip
     # Insert both rows of each stay: the first half of the new rows are UNSHARDs, the second half RESHARDs.
-    unit, zeros = np.tile(stays.unit, 2), np.zeros(len(key), np.int32)
+    unit, zeros = np.concatenate([stays.unit[by_gather], stays.unit[by_last]]), np.zeros(len(key), np.int32)
     rank = np.array(program.placement.rank_of_stage)[unit]
     op = np.repeat([Op.UNSHARD, Op.RESHARD], len(stays.unit))
     return program.inserted(NewRows(key, rank, op, unit, zeros, zeros, unit))

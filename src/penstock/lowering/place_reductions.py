@@ -39,7 +39,8 @@ def place_reductions(program: Program, *, aligned: bool = False) -> Program:
     resharded_units = program.unit_of_stage[program.stage[reshards]]
     stages, last_backwards = _last_gradients(program)
     if aligned and len(stages):
-        last_backwards = _together(program, last_backwards)
+        in_order = np.argsort(last_backwards, kind="stable")  # those that come to one place keep their order
+        stages, last_backwards = stages[in_order], _together(program, last_backwards[in_order])
     index_stage_pairs = [(index, stage) for index, group in enumerate(program.tied_groups) for stage in sorted(group)]
     tied_groups, tied_stages = np.array(index_stage_pairs, np.int64).reshape(-1, 2).T
     rank_of_stage = np.array(program.placement.rank_of_stage, np.int64)
