@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from penstock.errors import PenstockError, PipelineError, StepRefused, warn
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.host_to_device import HostToDevice, copies_for, pinned_or_copied
-from penstock.execute.batch.microbatch import Microbatch, PreSplit, without_data
+from penstock.execute.batch.microbatch import Microbatch, PreSplit, sized, without_data
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.batch.preprocessing import StreamContext
@@ -285,6 +285,8 @@ class Admission:
 
     def _bind(self, part: _Part) -> _Part:
         """Return a batch, or a part of one, with inputs and keywords as the layers take them."""
+        if self.needs.binding is None:
+            return part
         args, kwargs = self.needs.bind(part.args, part.kwargs)
         return replace(part, args=args, kwargs=kwargs)
 
@@ -299,9 +301,9 @@ class Admission:
                 "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
             )
         # An evaluation of few rows has fewer microbatches.
-        microbatches = [replace(part, size=rows[part.index]) for part in local_batch.microbatches[: len(rows)]]
+        microbatches = [sized(part, rows[part.index], part.length) for part in local_batch.microbatches[: len(rows)]]
         slices = [
-            [replace(part, size=rows[part.index], length=lengths[part.index * width + part.slice]) for part in parts]
+            [sized(part, rows[part.index], lengths[part.index * width + part.slice]) for part in parts]
             for parts in local_batch.slices[: len(rows)]
         ]
         prefetcher = None
