@@ -44,6 +44,7 @@ CONDITIONAL = {
     "execute.model_part ModelPart.state_dict: require_equal_copies": "without `on_rank` the call is of one rank alone",
     "execute.observing.clock ClockComparison.begin: all_gather_object": "the hosts of all ranks are known to all",
     "execute.observing.copies CopyChecks.end: log_norms": "a step fails on all ranks; the mode was agreed on",
+    "execute.observing.copies compare_copies: together": _TOLD,
     "execute.observing.log log_norms: across": _REPLICAS,
     "execute.observing.memory_report gather_memory: gather_sizes": _TOLD,
     "execute.observing.recorder StepRecording.end: all_gather_object": "a step fails on all ranks",

@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 
+from penstock.errors import PipelineError
 from penstock.models import cross_entropy_loss
 from penstock.pipeline import Pipeline
 from penstock.train.data.dataset import TokenDataset, open_dataset
@@ -14,6 +15,7 @@ from penstock.train.model_source import build_layers
 from penstock.train.settings.config import config_from_table
 from penstock.train.setup import build_trainer
 from penstock.train.step_runner import StepRunner, telling_compilation
+from tests.support.mesh_pipelines import on_mesh
 from tests.train.settings.tables import merged
 from tests.train.tiny_runs import tiny_table
 
@@ -27,12 +29,12 @@ def text(tmp_path):
     return path
 
 
-def runner_of(text, pipelines, microbatches=2, compile=False, **sections):
+def runner_of(text, pipelines, microbatches=2, compile=False, mesh=None, **sections):
     table = tiny_table(text.parent / "run", text, run={"steps": STEPS})
     config = config_from_table(merged(table, sections))
     dataset = open_dataset(config, text.parent / "tokens")
     layers = build_layers(config, dataset.vocabulary)
-    pipeline = Pipeline(layers, microbatches=microbatches, loss=cross_entropy_loss, compile=compile)
+    pipeline = Pipeline(layers, microbatches=microbatches, loss=cross_entropy_loss, compile=compile, mesh=mesh)
     pipelines.enter_context(closing(pipeline))
     runner = StepRunner(config, dataset, build_trainer(config, pipeline))
     pipelines.enter_context(runner.reading(1))
@@ -177,3 +179,34 @@ def test_the_first_compilation_of_a_block_is_told_when_it_begins():
         raise ZeroDivisionError
     torch.compile(torch.neg, backend="eager")(torch.ones(2))
     assert len(told) == 4, "a compilation after a block that failed is not told"
+
+
+@pytest.mark.feature("H10")
+@pytest.mark.parametrize(
+    ("debug", "last_step"), [({"copies_every": 2}, 3), ({"copies_every": 0}, 5), ({}, 5)], ids=["2", "0", "by default"]
+)
+def test_copies_are_compared_after_the_update_of_the_steps_for_it(text, debug, last_step):
+    """A replica drifts after step 2, and the run ends with the step that compares, 4; others go on."""
+
+    def case(places):
+        with ExitStack() as pipelines:
+            runner = runner_of(text, pipelines, mesh=places, debug=debug)
+            for step in range(1, STEPS):
+                try:
+                    runner.run_step(step)
+                except PipelineError as error:
+                    return step - 1, str(error)
+                if step == 2 and places.replica == 1:
+                    next(runner.trainer.pipeline.parameters()).detach().view(-1)[0] += 4.0
+            return step, ""
+
+    for step, problem in on_mesh(1, 2, case):
+        assert step == last_step
+        assert not problem or "rank 1 (pipeline 0, data 1) its copy 'embedding.weight', whose values differ" in problem
+
+
+@pytest.mark.feature("H10")
+def test_each_100th_step_of_a_run_compares_copies_by_default(text):
+    config = config_from_table(tiny_table(text.parent / "run", text))
+
+    assert config.debug.copies_every == 100

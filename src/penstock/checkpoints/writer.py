@@ -102,7 +102,7 @@ class CheckpointWriter:
 
         Raises:
             NotSaved: on every rank, where something cannot be saved, or this save or the last one cannot be written.
-            PipelineError: a rank is lost, or copies of a tied parameter have drifted apart.
+            PipelineError: a rank is lost, or copies of a parameter have drifted apart.
         """
         self.finish()
         self._pipeline.require_equal_copies()

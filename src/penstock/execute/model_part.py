@@ -11,10 +11,9 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.execute.control.collectives import Control
-from penstock.execute.control.copy_digests import require_equal_digests
 from penstock.execute.control.handshake import SetupReport, require_equal
+from penstock.execute.observing.copies import compare_copies
 from penstock.execute.options import PipelineOptions
-from penstock.execute.parameters.tied import copy_digests
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.stages.assemble import Assembly
@@ -89,7 +88,7 @@ class ModelPart:
 
         Raises:
             ConfigError: there is no rank `on_rank`.
-            PipelineError: copies of a tied parameter have drifted apart.
+            PipelineError: copies of a parameter have drifted apart.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
         local_state = own_state(self.stages)
@@ -185,20 +184,18 @@ class ModelPart:
 
     @collective
     def require_equal_copies(self) -> None:
-        """Make sure that all copies of each tied parameter are equal bit for bit; every rank calls it.
+        """Make sure that all copies of each parameter are equal bit for bit; every rank calls it.
 
-        Saving does, and so do the first two training steps and each 100th after the first (`check_batches`).
+        Copies are tied parameters on several ranks, both copies of a model with two routes, and the parameters of all
+        replicas but for the rows that they share out. Saving compares them, and a run every `debug.copies_every` steps;
+        those of tied parameters are compared in the first two training steps and in each 100th after the first, too
+        (`check_batches`).
 
         Raises:
-            PipelineError: on every rank, naming the parameter and two ranks whose copies differ.
+            PipelineError: on every rank, naming the parameter, two ranks whose copies differ, and by how much.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
-        places = self.control.places
-        digests_by_rank = self.control.together(lambda: copy_digests(self._assembly.tied_copies))
-        # Replicas are compared one by one: with shards, they hold different parts.
-        for replica in range(places.num_replicas):
-            ranks = places.replica_of(replica)
-            require_equal_digests([digests_by_rank[rank] for rank in ranks], self.control.names.select(ranks))
+        compare_copies(self.control, self._assembly)
 
     def _agree(self, **arguments: Any) -> None:
         """Refuse arguments that are wrong, or not the same, on any rank, on all of them at once."""

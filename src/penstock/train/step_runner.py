@@ -108,6 +108,9 @@ class StepRunner:
                 skip_update=self._config.run.skip_updates,
             )
             duration_s = time.monotonic() - begin_s
+        copies_every = self._config.debug.copies_every
+        if copies_every and step % copies_every == 0:
+            self.trainer.pipeline.require_equal_copies()
         if step == self._recorded_step:
             self.recorded = outcome.recorded
         return StepMetrics(

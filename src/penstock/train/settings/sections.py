@@ -369,7 +369,7 @@ class ProfileSection(Section):
 
 
 class DebugSection(Section):
-    """Checks and logs while the run goes on; all of them cost time."""
+    """Checks and logs while the run goes on; all of them cost time, copies_every the least."""
 
     level: Literal["off", "messages", "values"] = "off"
     """'messages': each says what it is, and is compared; 'values': also, all are finite, copies equal"""
@@ -377,6 +377,9 @@ class DebugSection(Section):
     """whether every instruction is a range in torch.profiler and NVTX"""
     log: Literal["off", "info", "debug"] = "off"
     """rankN.log in the run folder: 'info': plan and norms; 'debug': every message, too"""
+    copies_every: NotNegative = 100
+    """optimizer steps between two after which the ranks compare copies of parameters: of replicas, and tied ones; 0:
+    never"""
 
 
 class Sections(Section):
