@@ -91,7 +91,8 @@ class Programs:
             tied_groups=self._tied_groups,
             optimizer_step=has_scaler or options.optimizer_step is not None,
             sharding=self._sharding,
-            messages=options.messages,
+            messages=options.transport_model.name,
+            offload=() if schedule.is_forward_only else options.offload,
         )
 
 

@@ -153,6 +153,8 @@ class Plan:
             "seed": str(options.seed),
             "check_batches": str(options.check_batches),
             "messages": options.messages,
+            "one_stream": str(options.one_stream),
+            "offload": ", ".join(map(str, options.offload)) or "none",
             "variable_shapes": str(options.variable_shapes),
             "main_gradients": str(options.main_gradients),
             "debug": options.debug,

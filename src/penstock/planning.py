@@ -113,6 +113,7 @@ def prove_and_lower(
     optimizer_step: bool = False,
     sharding: Sharding = NOT_SHARDED,
     messages: str = POSTED.name,
+    offload: Sequence[int] = (),
 ) -> Program:
     """Prove a schedule, lower it to a program, and prove the program: all that must hold before a first step.
 
@@ -120,7 +121,8 @@ def prove_and_lower(
     `plan` that is a program already is proved and returned as it is, but it must suit the other arguments. `demand` is
     the limit of memory. `tied_groups` has the stages that hold copies of one parameter, per parameter. `sharding` says
     whether replicas shard parameters. `messages` is the transport model of the proofs; under "coalesced" the messages
-    between two computations of a rank are launched together, also in a given program that has no groups.
+    between two computations of a rank are launched together, also in a given program that has no groups. `offload` are
+    the stages whose activations wait on the host.
 
     Raises:
         ScheduleError: if a proof fails; it lists every violation.
@@ -128,6 +130,10 @@ def prove_and_lower(
             does not gather what shall be sharded.
     """
     if isinstance(plan, Program):
+        if offload:
+            fix = "lower its schedule with offload=..., or give the schedule itself"
+            problem = f"the program {plan.name} says itself what waits on the host"
+            raise ConfigError(f"{list(offload)}, but {problem}; leave it out, {fix}", key="offload")
         if messages == COALESCED.name and not plan.has_groups:
             plan = coalesce_messages(plan)  # else the proof would have groups, and the step none
         # The user's program may have more stages gathered at once than `sharding` says: its memory is proved as it is.
@@ -135,9 +141,10 @@ def prove_and_lower(
         _require_gathers(plan, sharding)
         _require_fit(plan, tied_groups, optimizer_step=optimizer_step, omits_reductions=facts.omits_reductions)
         return plan
-    proof = prove(plan, demand)
+    # What waits on the host takes no memory there, which the proof of the program alone can know.
+    proof = prove(plan, NO_DEMAND if offload else demand)
     options: dict[str, Any] = {"tied_groups": tied_groups, "optimizer_step": optimizer_step, **asdict(sharding)}
-    program = lower(plan, transport=messages, start=proof.start, **options)
+    program = lower(plan, transport=messages, start=proof.start, offload=offload, **options)
     if messages == COALESCED.name:
         program = _coalesced(program, proof)
     prove(program, replace(demand, residency=sharding.most_whole), transport=messages, earlier_proof=proof)
@@ -162,11 +169,12 @@ def prove_and_lower_once(
     optimizer_step: bool = False,
     sharding: Sharding = NOT_SHARDED,
     messages: str = POSTED.name,
+    offload: Sequence[int] = (),
     programs: RecentTables[Program] = PROGRAMS,
 ) -> Program:
     """Do what `prove_and_lower` does, or return the program that it made of an equal plan without a limit of memory."""
     options: dict[str, Any] = {"tied_groups": tied_groups, "optimizer_step": optimizer_step, "sharding": sharding}
-    options["messages"] = messages
+    options |= {"messages": messages, "offload": tuple(offload)}
     if demand != NO_DEMAND or plan.num_rows > programs.most_rows:
         return prove_and_lower(plan, demand, **options)
     key = (type(plan), plan.name, plan.digest(), repr(options))

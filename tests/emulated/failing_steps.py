@@ -48,6 +48,7 @@ class Failing:
     blocks_hosts: bool = False
     """Whether the layers of all ranks but the culprit copy to the host, which so waits for its device."""
     messages: str = "posted"
+    one_stream: bool = False
 
     @property
     def is_found_by_the_deadline(self):
@@ -152,7 +153,7 @@ def train_around_a_failure(rank, num_ranks, failing, kind):
     """Take one step, one that fails, and one more."""
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
     options = {"is_direct": False} if failing.are_apart else {}
-    options["coalesces"] = failing.messages == "coalesced"
+    options |= {"coalesces": failing.one_stream or failing.messages == "coalesced", "one_stream": failing.one_stream}
     with replaced(HOST, _apart) if failing.are_apart else nullcontext():
         transport = transport_of(rank, num_ranks, device, deadline_s=failing.deadline_s, **options)
         pipeline, fault = pipeline_with_fault(failing, device, transport, store_of_scenario("ends of steps"))
@@ -194,6 +195,7 @@ def pipeline_with_fault(failing, device, transport, store):
         run_ahead=failing.run_ahead,
         deadline_s=failing.deadline_s,
         messages=failing.messages,
+        one_stream=failing.one_stream,
         frees_other_stages=False,
     )
     transport.deadline_s = NEVER_S

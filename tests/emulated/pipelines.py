@@ -159,11 +159,15 @@ class Cell:
     memory: str = "device"
     """Where batches are: on the device, in the host's memory, or in pinned memory of the host."""
     messages: str = "posted"
+    offloads: bool = False
+    """Whether activations of all stages wait in the memory of the host."""
+    one_stream: bool = False
 
     def __str__(self):
         place = "" if self.memory == "device" else f", batches in {self.memory} memory"
         way = "" if self.messages == "posted" else f", messages {self.messages}"
-        return f"{self.family}, {self.feature}, {self.num_ranks} ranks, run_ahead={self.run_ahead}{place}{way}"
+        more = (", offloads" if self.offloads else "") + (", one stream" if self.one_stream else "")
+        return f"{self.family}, {self.feature}, {self.num_ranks} ranks, run_ahead={self.run_ahead}{place}{way}{more}"
 
     @property
     def num_microbatches(self):
@@ -183,7 +187,8 @@ class Trained:
 def train(rank, num_ranks, cell, kind):
     """Train a cell on devices of a kind."""
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
-    return train_over(transport_of(rank, num_ranks, device, coalesces=cell.messages == "coalesced"), cell, device)
+    ways = {"coalesces": cell.one_stream or cell.messages == "coalesced", "one_stream": cell.one_stream}
+    return train_over(transport_of(rank, num_ranks, device, **ways), cell, device)
 
 
 def expect_equal_training(emulated, cell, policy="lazy", seed=0):
@@ -207,7 +212,8 @@ def train_over(transport, cell, device, *, dtype=None):
         torch.manual_seed(0)
         layers = [layer.to(feature.dtype) for layer in feature.make()]
     options = {**feature.options, "run_ahead": cell.run_ahead, "frees_other_stages": False}
-    options["messages"] = cell.messages
+    options |= {"messages": cell.messages, "one_stream": cell.one_stream}
+    options["offload"] = range(schedule.num_stages) if cell.offloads else ()
     if feature.is_overlapped:
         options["overlap"] = one_by_one if device.type == "cpu" else OnTwoStreams(device)
     pipeline = Pipeline(layers, schedule, loss=nn.functional.mse_loss, transport=transport, device=device, **options)
@@ -246,8 +252,8 @@ def _count_calls(queue, calls):
     if queue is not None:
         follow = queue.follow
 
-        def count_and_follow(ticket):
+        def count_and_follow(ticket, *message):
             calls["follow"] += 1
-            follow(ticket)
+            follow(ticket, *message)
 
         queue.follow = count_and_follow

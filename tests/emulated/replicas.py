@@ -21,7 +21,7 @@ HARMFUL_CALL = 3
 """Of a layer, in a step of 4 microbatches."""
 
 
-def places_of(rank, num_places, num_replicas, device, deadline_s=DEADLINE_S):
+def places_of(rank, num_places, num_replicas, device, deadline_s=DEADLINE_S, *, one_stream=False):
     """Connect this rank's thread along both dimensions, as processes are connected."""
     names = local_mesh(pipeline=num_places, data=num_replicas)[0].names
     replica, place = divmod(rank, num_places)
@@ -29,8 +29,8 @@ def places_of(rank, num_places, num_replicas, device, deadline_s=DEADLINE_S):
     across = names.select(range(place, num_places * num_replicas, num_places))
     pipeline = RankGroup(place, num_places, store_of_scenario(f"pipeline of {replica}"))
     data = RankGroup(replica, num_replicas, store_of_scenario(f"replicas of {place}"))
-    options = {"deadline_s": deadline_s, "device": device}
-    along = TorchTransport(pipeline, names=own, **options)
+    options = {"deadline_s": deadline_s, "device": device, "one_stream": one_stream}
+    along = TorchTransport(pipeline, names=own, coalesces=one_stream, **options)
     mesh = mesh_without_groups("data", num_replicas, replica, device.type)
     return Places(along, TorchTransport(data, names=across, has_sums=True, **options), names, mesh)
 
@@ -42,7 +42,8 @@ def layers(norm, dtype=torch.float32):
 
 def train(rank, num_ranks, num_replicas, device, **options):
     """Train with ranks that are threads."""
-    mesh = places_of(rank, num_ranks // num_replicas, num_replicas, device)
+    one_stream = options.get("one_stream", False)
+    mesh = places_of(rank, num_ranks // num_replicas, num_replicas, device, one_stream=one_stream)
     return train_on(mesh, num_replicas, device, is_bad=rank == num_ranks - 1, **options)
 
 

@@ -41,6 +41,8 @@ WRONG = {
     "variable_shapes": ["x", None],
     "main_gradients": ["x", 1],
     "ranges": ["x", 3],
+    "one_stream": ["x", None],
+    "offload": [0, "0", [-1], [0.5], [True]],
     "merge": [3, "cat", [print, 3], {"logits": "cat"}],
     "merge_slices": [3, "cat"],
     "tied": [3, "0.weight", ["0.weight", "5.weight"], [("0.weight",)], [("0.weight", 5)]],
@@ -97,3 +99,21 @@ def test_the_batch_is_cut_as_the_schedule_and_the_options_say():
 )
 def test_what_microbatches_of_a_stream_must_be_like_follows_from_the_options(given, rules):
     assert split_options(given)[0].stream_rules() == rules
+
+
+@pytest.mark.feature("H1")
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"overlap": print}, "its pairs run on streams of their own; leave out one of the two"),
+        ({"messages": "rendezvous"}, "beside messages='rendezvous': each send waits for its receive by the hosts"),
+        ({"debug": "values"}, "beside debug='values': a header goes with each message"),
+    ],
+)
+def test_one_stream_is_refused_beside_what_needs_more_or_other_messages(other, told):
+    with pytest.raises(ConfigError, match=told) as error:
+        PipelineOptions(one_stream=True, **other)
+
+    assert error.value.key == "one_stream"
+    assert PipelineOptions(one_stream=True).transport_model.name == "coalesced"
+    assert PipelineOptions(one_stream=True).coalesces

@@ -13,9 +13,23 @@ def step_of():
     return Step([[microbatch] for microbatch in microbatches], StepLosses(2, 1), output_ranks=(0,))
 
 
+class Launch:
+    """Work that says what becomes of it."""
+
+    def __init__(self):
+        self.said = []
+
+    def wait(self):
+        self.said.append("waited for")
+
+    def give_up(self):
+        self.said.append("given up")
+
+
 def fill(step):
     step.values[0] = "something"
-    step.outputs[0, 0] = step.carried[1, 3] = step.tickets[0] = "something"
+    step.outputs[0, 0] = step.carried[1, 3] = "something"
+    step.tickets[0] = Launch()
 
 
 def held(step):
@@ -24,17 +38,19 @@ def held(step):
 
 
 def test_a_step_that_fails_drops_all_that_it_held_and_one_that_succeeds_keeps_it():
-    step = step_of()
+    step, launches = step_of(), []
 
     def fail():
         with step:
             fill(step)
+            launches.append(step.tickets[0])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fail()
 
     assert (held(step), step.slices) == (0, ())
+    assert launches[0].said == ["given up"]
     with step_of() as step:
         fill(step)
     assert (held(step), len(step.slices)) == (4, 2)

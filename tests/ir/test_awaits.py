@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from penstock.ir.awaits import (
+    copies_of_row,
     gather_of_row,
     receive_of_row,
     reduction_of_row,
@@ -67,3 +68,36 @@ def test_what_first_reads_what_was_reloaded_awaits_it():
         program = lower(each, offload=[0])
         found = texts(program, reload_of_row(program))
         assert found == {reader.replace("B", letter): reload for reader, reload in expected.items()}
+
+
+def test_memory_of_an_offload_is_taken_until_the_second_computation_and_no_longer_than_its_reload():
+    program = lower(build("zb-h1", ranks=2, microbatches=4), offload=[0])
+
+    waits = {
+        str(program.instruction(row)): [str(program.instruction(copy)) for copy in copies]
+        for row, copies in copies_of_row(program, 0).items()
+    }
+
+    # ... F1 OFFLOAD1 I0 W0 RELOAD1 F2 OFFLOAD2 I1 W1 RELOAD2 F3 OFFLOAD3 I2 RELOAD3 W2 I3 W3
+    assert waits == {
+        "0W0": ["0OFFLOAD1"],
+        "0I1": ["0RELOAD1"],
+        "0W1": ["0OFFLOAD2"],
+        "0I2": ["0RELOAD2"],
+        "0RELOAD3": ["0OFFLOAD3"],
+        "0I3": ["0RELOAD3"],
+    }
+    assert copies_of_row(program, 1) == {}
+
+
+def test_an_overlapped_pair_is_one_computation_behind_an_offload():
+    program = lower(build("dualpipe", ranks=2, microbatches=8), offload=range(4))
+
+    for rank in range(2):
+        copies = copies_of_row(program, rank)
+        launches = [copy for copies_of_one in copies.values() for copy in copies_of_one]
+        assert len(launches) == len(set(launches)) == sum("LOAD" in str(row) for row in program[rank])
+        for row, copies_of_one in copies.items():
+            assert max(copies_of_one) < row
+            is_second = bool(program.joined[row - 1])
+            assert not is_second or all("RELOAD" in str(program.instruction(copy)) for copy in copies_of_one)

@@ -128,6 +128,23 @@ def test_messages_that_are_coalesced_are_in_groups_in_a_given_program_too():
     assert prove_and_lower(late) is late
 
 
+@pytest.mark.feature("H1")
+@pytest.mark.parametrize("messages", ["posted", "coalesced", "rendezvous"])
+def test_what_waits_on_the_host_counts_for_no_limit_and_a_program_says_it_by_itself(messages):
+    schedule, limit = build("1f1b", ranks=4, microbatches=8), Demand.of("2 activations", None)
+
+    program = prove_and_lower(schedule, limit, offload=[0, 1], messages=messages)
+
+    assert check(program, messages).peak_activations == [2, 2, 2, 1]
+    with pytest.raises(ScheduleError, match="the limit of rank 0 is 2"):
+        prove_and_lower(schedule, limit, messages=messages)
+    with pytest.raises(ScheduleError, match="the limit of rank 0 is 1"):
+        prove_and_lower(schedule, Demand.of("1 activations", None), offload=[0, 1], messages=messages)
+    with pytest.raises(ConfigError, match="says itself what waits on the host; leave it out") as error:
+        prove_and_lower(program, offload=[0])
+    assert error.value.key == "offload"
+
+
 @pytest.mark.feature("C1")
 @pytest.mark.parametrize("is_forward_only", [False, True])
 def test_messages_with_gathers_between_them_are_proved_as_the_groups_that_run(is_forward_only):

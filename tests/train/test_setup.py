@@ -75,6 +75,17 @@ def test_what_cannot_be_planned_is_refused(settings, error, told):
         check_plan(with_pipeline(**settings))
 
 
+@pytest.mark.feature("H1")
+def test_stages_whose_activations_wait_on_the_host_are_proved_with_the_plan():
+    pipeline = {"ranks": 4, "microbatches": 8, "memory_limit": "2 activations"}
+    more = {"model": {"layers": 4}, "batch": {"size": 8}}
+    check_plan(config_of(pipeline=pipeline | {"offload": [0, 1]}, **more))
+
+    for offload, told in (([0], "the limit of rank 1 is 2"), ([4], "stage 4 of 1f1b; expected stages from 0 to 3")):
+        with pytest.raises((ScheduleError, ConfigError), match=told):
+            check_plan(config_of(pipeline=pipeline | {"offload": offload}, **more))
+
+
 def test_a_residency_that_overlapped_pairs_exceed_is_refused_with_the_plan():
     def config(**parallel):
         return config_of(pipeline={"schedule": "dualpipe-v"}, parallel={"data": 2} | parallel, batch={"size": 8})

@@ -137,7 +137,11 @@ def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mes
     try:
         if mesh is not None:
             places, process_group = connect_mesh(
-                mesh, options.deadline_s, device=options.device, coalesces=options.coalesces
+                mesh,
+                options.deadline_s,
+                device=options.device,
+                coalesces=options.coalesces,
+                one_stream=options.one_stream,
             )
         elif options.transport is not None:
             places = Places.of(options.transport)
@@ -145,7 +149,13 @@ def join(process_group: Any, keywords: Mapping[str, Any], ranks: Any = None, mes
             places = Places.of(LocalTransport.create(1, options.deadline_s)[0])
         else:
             places = Places.of(
-                default_transport(process_group, options.deadline_s, device=options.device, coalesces=options.coalesces)
+                default_transport(
+                    process_group,
+                    options.deadline_s,
+                    device=options.device,
+                    coalesces=options.coalesces,
+                    one_stream=options.one_stream,
+                )
             )
     except (PeerLost, DeadlineExceeded) as error:
         # A rank that was given a wrong group has waited in the default group, while the other ranks met elsewhere.
@@ -177,6 +187,11 @@ def _require_mesh_alone(group: dist.ProcessGroup | None, options: PipelineOption
 
 
 def _wrong_transport(options: PipelineOptions, transport: Transport) -> ConfigError | None:
+    is_of_devices = isinstance(transport, TorchTransport) and transport.device_queue is not None
+    takes_turns = getattr(transport, "turns", None) is not None and getattr(transport, "launches_groups", False)
+    if options.one_stream and is_of_devices and not takes_turns:
+        problem = "the transport lets messages run beside computations"
+        return ConfigError(f"{problem}; make it with coalesces=True and one_stream=True", key="one_stream")
     if options.coalesces or not getattr(transport, "launches_groups", False):
         return None
     problem = f"{options.messages!r}, but the transport launches messages in groups, over one communicator"
@@ -199,5 +214,6 @@ def _options_to_join(keywords: Mapping[str, Any]) -> PipelineOptions:
     return PipelineOptions(
         transport=transport if is_transport(transport) else None,
         messages=COALESCED.name if keywords.get("messages") == COALESCED.name else POSTED.name,
+        one_stream=keywords.get("one_stream") is True,
         deadline_s=float(deadline_s) if deadline_s is not None and is_time(deadline_s) else DEFAULT_DEADLINE_S,
     )

@@ -26,7 +26,7 @@ SUM, MEAN = REPLICA_GRADIENTS = ("sum", "mean")
 DEFAULT_DEADLINE_S = 60.0
 _MAX_SEED = 2**63 - 1
 _FUNCTION_OPTIONS = ("count", "reduce_stage", "optimizer_step", "overlap")
-_BOOL_OPTIONS = ("allow_ragged", "check_batches", "variable_shapes", "main_gradients", "ranges")
+_BOOL_OPTIONS = ("allow_ragged", "check_batches", "variable_shapes", "main_gradients", "ranges", "one_stream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,12 @@ class PipelineOptions:
     run_ahead: int | None = 2
     """On a device with events, as a GPU, how many computations the host may have queued that have not ended, receives
     then waited for by the stream; None: the host waits for each receive, as it does on other devices."""
+    one_stream: bool = False
+    """Whether all that a device runs of a step runs in order, as if on one stream, to look for faults: computations,
+    copies, messages in groups (as with "coalesced"), reductions. The same bits, and slower."""
+    offload: Sequence[int] = ()
+    """Stages whose activations wait in the memory of the host, until shortly before their backward; on a device with
+    streams they are copied beside the computations."""
     observers: Sequence[Observer] = ()
     """Further observers of every step: subclasses of `penstock.Observer`."""
     overlap: Overlap | None = None
@@ -187,6 +193,9 @@ class PipelineOptions:
         require("residency", self.residency, is_number, "1 or more stages of a rank that may be whole, or None for all")
         require("look_ahead", self.look_ahead, is_whole_number(self.look_ahead, 0), "0 or more computations")
         require_choice("replica_gradients", self.replica_gradients, REPLICA_GRADIENTS)
+        stages = self.offload
+        is_list = isinstance(stages, Sequence) and all(is_whole_number(stage, 0) for stage in stages)
+        require("offload", stages, is_list, "a list of stages, such as [0, 1]")
         if self.debug not in DEBUG_LEVELS:
             hint = nearest(str(self.debug), DEBUG_LEVELS)
             require("debug", self.debug, False, f"one of {', '.join(DEBUG_LEVELS)}.{hint}")
@@ -194,6 +203,8 @@ class PipelineOptions:
     def _require_messages(self) -> None:
         """Refuse an unknown way of messages, and what does not go with it. Raises: ConfigError."""
         require_choice("messages", self.messages, [model.name for model in (POSTED, COALESCED, RENDEZVOUS)])
+        if self.one_stream:
+            self._require_in_order()
         if self.messages == POSTED.name:
             return
         if self.messages == RENDEZVOUS.name and self.variable_shapes:
@@ -203,15 +214,27 @@ class PipelineOptions:
             fix = f"debug={self.debug!r} sends a header with each message, which travel one by one; give one of the two"
             raise ConfigError(f"{self.messages!r}: {fix}", key="messages")
 
+    def _require_in_order(self) -> None:
+        """Refuse what cannot run on one stream. Raises: ConfigError."""
+        reason_by_option = {
+            "overlap": "its pairs run on streams of their own" if self.overlap is not None else "",
+            "messages": "each send waits for its receive by the hosts" if self.messages == RENDEZVOUS.name else "",
+            "debug": "a header goes with each message, one by one, and not in groups" if self.debug != "off" else "",
+        }
+        for name, reason in reason_by_option.items():
+            if reason:
+                problem = f"True beside {name}={getattr(self, name)!r}: {reason}; leave out one of the two"
+                raise ConfigError(problem, key="one_stream")
+
     @property
     def transport_model(self) -> TransportModel:
         """The model of messages for which programs are proved."""
-        return find_transports(self.messages)[0]
+        return COALESCED if self.one_stream else find_transports(self.messages)[0]
 
     @property
     def coalesces(self) -> bool:
         """Whether messages are launched in groups."""
-        return self.messages == COALESCED.name
+        return self.transport_model == COALESCED
 
     @property
     def is_sharded(self) -> bool:

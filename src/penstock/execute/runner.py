@@ -88,6 +88,7 @@ class Runner:
             # Digests show whether copies of tied parameters are equal on all ranks. With debug="values" an observer
             # compares the copies themselves, before every step.
             digest_copies=lambda: () if options.debug == "values" else copy_digests(session.parameters.copies),
+            one_stream=options.one_stream,
             read=options.clock.read,
             num_steps=lambda: self.step_number,
         )

@@ -7,14 +7,24 @@ costs nothing.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from penstock.execute.batch.microbatch import Microbatch, MicrobatchKey
 from penstock.execute.batch.prefetcher import Prefetcher
 from penstock.execute.losses.step_losses import StepLosses
-from penstock.execute.parameters.layout import Launched
+
+
+class LaunchedWork(Protocol):
+    """What a row has launched and left: an exchange between replicas, or a copy between a device and its host."""
+
+    def wait(self) -> None:
+        """Go on when it is over, or let the device do so."""
+
+    def give_up(self) -> None:
+        """Leave it as it is; nothing that it still writes to or reads may be used again before it is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +62,7 @@ class Step:
     """Values that rows leave for later rows, by the numbers of `ops.keys`."""
     carried: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Per stage and microbatch, what slices carry to later slices."""
-    tickets: dict[int, Launched] = field(default_factory=dict)
+    tickets: dict[int, LaunchedWork] = field(default_factory=dict)
     """By row, what it has launched and nobody has waited for."""
 
     def wait_for(self, row: int) -> None:
@@ -71,6 +81,9 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         if kind is not None:
             self.slices, self.prefetcher = (), None
+            with suppress(RuntimeError):  # a device that has failed runs nothing more
+                for ticket in self.tickets.values():
+                    ticket.give_up()
             for values in (self.values, self.outputs, self.carried, self.tickets):
                 values.clear()
 

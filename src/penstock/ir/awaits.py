@@ -13,7 +13,7 @@ import numpy as np
 from penstock.ir.collectives import GATHERS, IS_BARRIER, NEEDS_SUMS, REDUCES_REPLICAS
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.hot import Int32s, Int64s
-from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_RECEIVE
+from penstock.ir.operations import IS_COMPUTE, IS_COPY, IS_RECEIVE, Op
 from penstock.ir.program import Program
 
 
@@ -97,3 +97,32 @@ def num_barriers_before(program: Program) -> Int64s:
     is_barrier = IS_BARRIER[program.op].astype(np.int64)
     num_before = np.append(0, np.cumsum(is_barrier))  # over all ranks, one after another
     return np.asarray(num_before[:-1] - np.repeat(num_before[program.offsets[:-1]], np.diff(program.offsets)))
+
+
+def copies_of_row(program: Program, rank: int) -> dict[int, list[int]]:
+    """Per row of a rank, the OFFLOADs and RELOADs that it waits for, where copies run beside the computations.
+
+    A RELOAD is awaited by the row that reads what it brings. An OFFLOAD is awaited by the second computation behind it,
+    where its memory is used again, or by its RELOAD if this comes first; an overlapped pair is one computation.
+    """
+    first, end = map(int, program.offsets[rank : rank + 2])
+    reload, waiting_row = reload_of_row(program), dict[int, int]()
+    for row in range(first, end):
+        if reload[row] != NONE:
+            waiting_row.setdefault(int(reload[row]), row)
+    begins = program.is_compute & ~np.append(False, program.joined[:-1])
+    computations = first + np.flatnonzero(begins[first:end])
+    offload_of_place: dict[tuple[int, ...], int] = {}
+    for row in (first + np.flatnonzero(IS_COPY[program.op[first:end]])).tolist():
+        place = int(program.stage[row]), int(program.microbatch[row]), int(program.slice[row])
+        if program.op[row] == Op.OFFLOAD:
+            offload_of_place[place] = row
+            later_computations = computations[np.searchsorted(computations, row) :].tolist()
+            waiting_row[row] = min([end, *later_computations[1:2]])
+        else:
+            offload = offload_of_place[place]
+            waiting_row[offload] = min(waiting_row[offload], row)
+    copies: dict[int, list[int]] = {}
+    for copy, row in sorted(waiting_row.items()):
+        copies.setdefault(row, []).append(copy)
+    return copies

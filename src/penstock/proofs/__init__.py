@@ -20,6 +20,7 @@ from penstock.ir.collectives import IS_BARRIER
 from penstock.ir.deps import index_rows, predecessors
 from penstock.ir.linear_extension import Starts
 from penstock.ir.live import peak_activations
+from penstock.ir.operations import IS_COPY
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.transports import COALESCED, TransportModel, find_transports
@@ -155,6 +156,8 @@ def prove(
         subject.schedule = earlier_proof.schedule
         order = _Order(True, earlier_proof.start, earlier_proof.facts.num_messages)
         peak_counts = earlier_proof.facts.peak_activations
+        if len(subject.table.rows_of(IS_COPY)):  # what waits on the host is in no count of the schedule
+            peak_counts = peak_activations(table)
     else:
         order = _prove_order(subject, names_exist)
         peak_counts = peak_activations(table)

@@ -17,7 +17,7 @@ from penstock.models import LayerSpec, embedding_names, saved_shapes
 from penstock.models.decoder import count_target_tokens
 from penstock.partition.split import split_over
 from penstock.pipeline import Pipeline
-from penstock.planning import count_stages_per_rank, resolve_plan
+from penstock.planning import count_stages_per_rank, prove_and_lower, resolve_plan
 from penstock.proofs import Limit, check
 from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
@@ -153,11 +153,16 @@ def _prove_plan(config: RunConfig, plan: Schedule | Program) -> None:
 
     Bytes depend on the split, so the pipeline proves a limit in bytes when it is made.
     """
-    limit, costs = memory_limit(config), load_costs(config)
+    limit, costs, pipeline = memory_limit(config), load_costs(config), config.pipeline
     if limit is not None:
         limit.require_sizes(None if costs is None else costs.activation_bytes, "pipeline.memory_limit")
+    if pipeline.offload:
+        try:
+            plan = prove_and_lower(plan, messages=pipeline.messages, offload=pipeline.offload)
+        except ConfigError as error:
+            raise ConfigError(error.problem, key=f"pipeline.{error.key}") from error
     activations = None if limit is None or limit.in_bytes else limit
-    check(plan, config.pipeline.messages, memory_limit=activations)
+    check(plan, pipeline.messages, memory_limit=activations)
 
 
 def _check_split(config: RunConfig, schedule: Schedule, num_layers: int) -> None:
@@ -301,6 +306,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
         run_ahead=config.pipeline.run_ahead or None,
         compile=config.pipeline.compile,
         messages=config.pipeline.messages,
+        offload=config.pipeline.offload,
         # Random numbers of layers, too, are the same on any number of ranks and replicas. The decoder draws nothing.
         seed=config.run.seed if config.model.place else None,
         **replicas_of(config, device),

@@ -335,3 +335,25 @@ def test_stages_may_come_in_any_collection_and_twice():
     assert ps.lower(schedule, offload=np.array([1])) == ps.lower(schedule, offload=iter([1, 1])) == program
     assert {text[0] for text in copies(program)} == {"1"}
     assert program.actions() == schedule
+
+
+@pytest.mark.feature("H1")
+@pytest.mark.parametrize("more", [{}, {"one_stream": True}, {"messages": "rendezvous"}])
+@pytest.mark.parametrize("again", WITH_R)
+def test_a_pipeline_moves_what_its_option_says_and_evaluates_as_ever(more, again):
+    make_batch = numbers(16, WIDTH, dtype=FLOAT64)
+    make_layers = lambda: [block(seed, FLOAT64) for seed in range(4)]  # noqa: E731  # one line
+    schedule = WITH_R[again](ps.build("1f1b", ranks=4, microbatches=8))
+    run = partial(on_ranks, 4, trained)
+
+    moved = run(schedule, make_layers, make_batch, square_loss, {"offload": [0, 1], **more})
+    plain = run(schedule, make_layers, make_batch, square_loss, {})
+
+    assert_same([seen for seen, _ in moved], [seen for seen, _ in plain])
+
+
+@pytest.mark.feature("H1")
+def test_the_program_of_a_pipeline_has_the_copies_of_its_option():
+    layers = [settle(nn.Linear(WIDTH, WIDTH), seed) for seed in range(2)]
+    with ps.Pipeline(layers, ps.build("gpipe", ranks=1, microbatches=4), loss=square_loss, offload=[0]) as pipeline:
+        assert copies(pipeline.program)[:3] == ["0OFFLOAD0", "0OFFLOAD1", "0OFFLOAD2"]

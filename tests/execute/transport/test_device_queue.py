@@ -261,7 +261,8 @@ def with_stand_in(rank):
     link = Mock(recv=Mock(return_value=receive), send=Mock(return_value=send))
     transport.names = RankNames.plain(9)
     transport._device, transport._queued_tags = torch.device("cuda"), [Tag.DATA]
-    transport._links[3, Tag.DATA] = BackendLink(3, Tag.DATA, link, link, transport._on_device)
+    make_pending = lambda work, tensor: QueuedMessage(work, tensor, transport.is_device_held_up)  # noqa: E731
+    transport._links[3, Tag.DATA] = BackendLink(3, Tag.DATA, link, link, make_pending)
     transport.device_queue = queue = DeviceQueue(
         transport, transport._open, device.marker, read_clock=lambda: device.now_s
     )

@@ -93,6 +93,7 @@ class Admission:
     """Returns the weight of a batch among those of all replicas; None where there is one replica."""
     digest_copies: Callable[[], Sequence[CopyDigest]] = tuple
     """Returns the digests of this rank's copies of tied parameters, which change in training steps."""
+    one_stream: bool = False
     read: Callable[[], float] = time.monotonic
     """The clock that times waits for data."""
     num_steps: Callable[[], int] = lambda: 0
@@ -102,7 +103,8 @@ class Admission:
     _has_warned: bool = False
 
     def __post_init__(self) -> None:
-        self._copies = copies_for(self.control.places.pipeline, self.needs, self.rule.slices)
+        transport = self.control.places.pipeline
+        self._copies = copies_for(transport, self.needs, self.rule.slices, one_stream=self.one_stream)
 
     def admit(
         self, mode: Mode, call: StepRequest, problem: PenstockError | None = None, **proposed: Any

@@ -56,8 +56,12 @@ class _UnderWay:
 class HostToDevice:
     """The copies of one rank, step by step; its transport says how long the host waits for the device."""
 
-    def __init__(self, transport: Transport, device: torch.device, needs: InputNeeds, cut: Cut) -> None:
+    def __init__(
+        self, transport: Transport, device: torch.device, needs: InputNeeds, cut: Cut, *, one_stream: bool = False
+    ) -> None:
+        """With `one_stream`, copies run among the computations, on the stream that is current."""
         self._transport, self._device, self._needs, self._cut = transport, device, needs, cut
+        self._one_stream = one_stream
         self._num_remaining = 0
         self._num_uses: Counter[int] = Counter()
         """Number of microbatches that read a tensor, by the tensor's id."""
@@ -69,8 +73,13 @@ class HostToDevice:
         """Event behind the last copy from memory that the caller has pinned."""
 
     @cached_property
-    def _stream(self) -> torch.Stream | None:
+    def _own_stream(self) -> torch.Stream | None:
         return make_stream(self._device)
+
+    @property
+    def _stream(self) -> torch.Stream | None:
+        """The stream of the copies; None where the host waits for each."""
+        return self._own_stream if self._own_stream is None or not self._one_stream else self._current()
 
     def begin(self, num_microbatches: int, microbatches: Sequence[Microbatch]) -> None:
         """Begin a step; `microbatches` are those that are there already."""
@@ -166,10 +175,12 @@ class HostToDevice:
         return torch.accelerator.current_stream(self._device)
 
 
-def copies_for(transport: Transport, needs: InputNeeds, cut: Cut) -> HostToDevice | None:
+def copies_for(transport: Transport, needs: InputNeeds, cut: Cut, *, one_stream: bool = False) -> HostToDevice | None:
     """Return the copies for the stages of a rank; None where the stages compute on the host."""
     device = needs.device
-    return None if device is None or not is_queued(device) else HostToDevice(transport, device, needs, cut)
+    if device is None or not is_queued(device):
+        return None
+    return HostToDevice(transport, device, needs, cut, one_stream=one_stream)
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from penstock.execute.compile.features import compose_stages
 from penstock.execute.compile.program import CompiledProgram, compile_program
@@ -11,10 +12,12 @@ from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.overlap import overlapping
 from penstock.execute.session import Session
+from penstock.execute.stages.copy_stream import CopyStream, copy_stream_of
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.stages.randomness import Randomness, default_generators
 from penstock.execute.step import Change
 from penstock.execute.transport.messages import Messenger
+from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
 Key = tuple[Mode, int, int]
@@ -32,6 +35,10 @@ class CompiledPrograms:
     """Seconds that a step of another rank of this process may keep the generators."""
     _compiled: dict[Key, CompiledProgram] = field(default_factory=dict)
     _active: Program | None = None
+
+    @cached_property
+    def _offloads(self) -> CopyStream | None:
+        return copy_stream_of(self._session.device, one_stream=self._session.options.one_stream)
 
     def of(self, mode: Mode, num_microbatches: int, most_microbatches: int | None = None) -> CompiledProgram:
         """Return the compiled program of a mode; errors describe rows by this program from now on.
@@ -63,6 +70,7 @@ class CompiledPrograms:
             self._messenger,
             session.parameters,
             session.places.within_replica(session.board.row_of),
+            launches_copies=self._offloads is not None and Op.OFFLOAD in program.ops,
         )
         return compile_program(context, self._observers, self._changes(program, int(program.offsets[rank])))
 
@@ -78,7 +86,9 @@ class CompiledPrograms:
         stores = {stage: unit.gradients for stage, unit in units}
         copiers = {stage: copier for stage, unit in units if (copier := unit.layout.copier()) is not None}
         assembly = session.assembly
-        return compose_stages(program, assembly.stages, assembly.skips, randomness, stores, copiers)
+        return compose_stages(
+            program, assembly.stages, assembly.skips, randomness, stores, copiers, offloads=self._offloads
+        )
 
     def _changes(self, program: Program, first_row: int) -> list[Change]:
         """Return the change of calls that the user's hook for overlapped pairs asks for, if any."""

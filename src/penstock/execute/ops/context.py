@@ -31,6 +31,8 @@ class CompileContext:
     parameters: RankParameters
     row_of: RowOf | None = None
     """Says how far a rank is; None where nobody notes it."""
+    launches_copies: bool = False
+    """Whether OFFLOAD and RELOAD return while their copies run; else a copy is over when its row is."""
     keys: Keys = field(init=False)
     recomputations: dict[int, Recomputation] = field(init=False, default_factory=dict)
 

@@ -10,7 +10,7 @@ from functools import partial
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.parameters.layout import ParameterLayout
 from penstock.execute.step import Bound, Step
-from penstock.ir.awaits import gather_of_row, reductions_of_row
+from penstock.ir.awaits import copies_of_row, gather_of_row, reductions_of_row
 from penstock.ir.collectives import REDUCES_REPLICAS
 from penstock.ir.deps import NONE
 
@@ -73,13 +73,19 @@ def optimizer_step(context: CompileContext, row: int) -> Iterator[Bound]:
 
 
 def launch_rows_by_waiting_row(context: CompileContext) -> Mapping[int, list[int]]:
-    """Return the rows that launch a collective, by the row of the same rank that waits for it.
+    """Return the rows that launch a collective or a copy to or from the host, by the row of the rank that waits for it.
 
     The key `rows.stop`, the end of the program, has the reductions that no row waits for. Most layouts of parameters
     launch nothing.
     """
-    if not any(unit.layout.launches for unit in context.parameters.unit_of.values()):
-        return {}
+    launches_by_row = copies_of_row(context.program, context.rank) if context.launches_copies else {}
+    if any(unit.layout.launches for unit in context.parameters.unit_of.values()):
+        for row, launch_rows in _collectives_by_waiting_row(context).items():
+            launches_by_row[row] = [*launch_rows, *launches_by_row.get(row, ())]
+    return launches_by_row
+
+
+def _collectives_by_waiting_row(context: CompileContext) -> dict[int, list[int]]:
     program, rows = context.program, context.rows.rows
     launches_by_row = reductions_of_row(program, context.rank)
     awaited_rows = {launch_row for rows_of_wait in launches_by_row.values() for launch_row in rows_of_wait}

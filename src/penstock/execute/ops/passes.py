@@ -95,15 +95,25 @@ def weight(context: CompileContext, row: int) -> Iterator[Bound]:
 
 
 def offload(context: CompileContext, row: int) -> Iterator[Bound]:
-    """Handle OFFLOAD: what a forward keeps goes to the memory of the host, at once: a device waits for its copies."""
+    """Handle OFFLOAD: what a forward keeps goes to the memory of the host; a device goes on beside its copies."""
     activation_key = context.keys.activation_of(row)
-    yield Bound(row, lambda step: movable(step.values[activation_key]).offload(step.values[activation_key]))
+
+    def launch(step: Step) -> None:
+        if (copy := movable(step.values[activation_key]).offload(step.values[activation_key])) is not None:
+            step.tickets[row] = copy
+
+    yield Bound(row, launch)
 
 
 def reload(context: CompileContext, row: int) -> Iterator[Bound]:
     """Handle RELOAD: what was offloaded comes back to the device before it is read."""
     activation_key = context.keys.activation_of(row)
-    yield Bound(row, lambda step: movable(step.values[activation_key]).reload())
+
+    def launch(step: Step) -> None:
+        if (copy := movable(step.values[activation_key]).reload()) is not None:
+            step.tickets[row] = copy
+
+    yield Bound(row, launch)
 
 
 def wait_for_message(context: CompileContext, row: int, take: Callable[[Incoming], Any]) -> Iterator[Bound]:

@@ -30,6 +30,9 @@ class Launched:
         if self.buffers is not None:
             self.buffers.wait()
 
+    def give_up(self) -> None:
+        """Do nothing: a failed step aborts the transports, and the exchanges with them."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageParts:

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError, count_of, described, nearest
 from penstock.execute.transport.local import LocalTransport
+from penstock.execute.transport.meeting import meet_with_meshes
 from penstock.execute.transport.places import DATA, PIPELINE, Places
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.rank_names import RankNames
-from penstock.execute.transport.torch_dist import meet_with_meshes
 from penstock.execute.transport.torchrun import join_default_group
 from penstock.execute.transport.world import group_transport
 
@@ -106,6 +106,7 @@ def connect_mesh(
     *,
     device: torch.device | str | None = None,
     coalesces: bool = False,
+    one_stream: bool = False,
 ) -> tuple[Places, dist.ProcessGroup | None]:
     """Connect this rank to its pipeline and to its copies in other replicas; every rank of the mesh calls this.
 
@@ -113,7 +114,7 @@ def connect_mesh(
     replicas, one to the ranks at the same place in all replicas ("data"). The second result is the process group of the
     pipeline, or None where the pipeline has one rank. A mesh that is a `Places` already is returned as it is. `device`
     is where the tensors of messages are, by default the current GPU if the group can send from it, else the CPU. With
-    `coalesces`, messages along the pipeline go in groups.
+    `coalesces`, messages along the pipeline go in groups; with `one_stream`, nothing runs beside computations.
 
     Raises:
         ConfigError: on every rank alike, where a mesh is wrong, or the ranks have different ones.
@@ -134,11 +135,12 @@ def connect_mesh(
         if group is None:
             connected += LocalTransport.create(1, deadline_s, names=pipeline_names)
         else:
-            along = group_transport(group, deadline_s, device=device, names=pipeline_names, coalesces=coalesces)
-            connected.append(along)
+            ways = {"coalesces": coalesces, "one_stream": one_stream}
+            connected.append(group_transport(group, deadline_s, device=device, names=pipeline_names, **ways))
         if ranks.num_replicas > 1:
             across = mesh.get_group(DATA)
-            connected.append(group_transport(across, deadline_s, device=device, names=data_names, has_sums=True))
+            across_options = {"has_sums": True, "one_stream": one_stream}
+            connected.append(group_transport(across, deadline_s, device=device, names=data_names, **across_options))
     except BaseException:
         # Peers that have connected already must not wait for this rank until their deadline.
         for transport in connected:

@@ -5,6 +5,10 @@
     RELOAD    the storage gets its memory and its bytes again
     R, I, B   read it as ever
 
+On a device with streams both rows only launch their copies (`CopyStream`). A storage is emptied where the current
+stream waits for the copy, which is before the second computation behind it: so the copy runs beside one computation,
+for which its memory is still taken. R, I or B wait for what RELOAD has launched.
+
 A storage is emptied in place. So views and strides stay, the leaves of the graph too, and tensors count their changes
 on: a change in place is found in I or B, as torch does, also where it came before OFFLOAD.
 
@@ -18,6 +22,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from sys import getrefcount
 from typing import Any
 from weakref import ref
@@ -28,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import MicrobatchKey
+from penstock.execute.stages.copy_stream import CopyStream, LaunchedCopy
 from penstock.execute.stages.feature import ForwardPart
 from penstock.execute.stages.passes import SavedForward
 from penstock.execute.stages.recompute import Checkpoint
@@ -75,8 +81,12 @@ class SavedTensor:
 class MovablePart(ForwardPart):
     """The tensors that one forward keeps, where its program moves them to the host."""
 
-    def __init__(self, *, is_checkpoint: bool, is_first: bool) -> None:
-        """`is_checkpoint`: it keeps its inputs alone; `is_first`: these are the batch, which belongs to the caller."""
+    def __init__(self, *, is_checkpoint: bool, is_first: bool, copies: CopyStream | None = None) -> None:
+        """`is_checkpoint`: it keeps its inputs alone; `is_first`: these are the batch, which belongs to the caller.
+
+        `copies` run beside the computations; for None the host makes each itself, and goes on when it is over.
+        """
+        self._copies = copies
         self._is_checkpoint = is_checkpoint
         self._is_first = is_first
         # Weak, so that autograd frees each as its node has run.
@@ -99,27 +109,50 @@ class MovablePart(ForwardPart):
         """Return the saved tensors that are not freed yet."""
         return [saved_tensor.tensor for saved_tensor in self._alive()]
 
-    def offload(self, activation: Activation) -> None:
-        """Move what is kept to the host, but for storages that somebody else holds."""
+    def offload(self, activation: Activation) -> LaunchedCopy | None:
+        """Move what is kept to the host, but for storages that somebody else holds; return what is still under way."""
         self.is_on_host = True
         storages: dict[int, UntypedStorage] = {}
         try:
             storages.update(_held_alone([*self.tensors(), *self._inputs_in(activation)]))
             del activation  # where a copy fails, this frame, which the error holds, is not to keep activations alive
             self._mark(storages)
+            if self._copies is not None:
+                return self._copies.launch(partial(self._copy_to_host, storages), self._empty_storages)
             while storages:
                 self._moved.append(_emptied(storages.popitem()[1]))
         finally:
             storages.clear()
+        return None
 
-    def reload(self) -> None:
-        """Move everything back."""
+    def reload(self) -> LaunchedCopy | None:
+        """Move everything back; return what is still under way."""
+        self._mark({})
+        self.is_on_host = False
+        if self._copies is not None:
+            for storage, copy in self._moved:
+                storage.resize_(copy.nbytes)
+            return self._copies.launch(self._copy_to_device, self._moved.clear)
         while self._moved:
             storage, copy = self._moved.pop()
             storage.resize_(copy.nbytes)
             _bytes_in(storage).copy_(copy)
-        self._mark({})
-        self.is_on_host = False
+        return None
+
+    def _copy_to_host(self, storages: dict[int, UntypedStorage]) -> None:
+        while storages:
+            _, storage = storages.popitem()
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=True)
+            copy.copy_(_bytes_in(storage), non_blocking=True)
+            self._moved.append((storage, copy))
+
+    def _empty_storages(self) -> None:
+        for storage, _ in self._moved:
+            storage.resize_(0)
+
+    def _copy_to_device(self) -> None:
+        for storage, copy in self._moved:
+            _bytes_in(storage).copy_(copy, non_blocking=True)
 
     def _save(self, tensor: Tensor) -> SavedTensor:
         if (note := _NOTE.get()) is not None:
@@ -145,10 +178,16 @@ class MovablePart(ForwardPart):
 
 
 def begin_movable(
-    places: Mapping[MicrobatchKey, bool], is_first: bool, step: Step, place: MicrobatchKey
+    places: Mapping[MicrobatchKey, bool],
+    is_first: bool,
+    step: Step,
+    place: MicrobatchKey,
+    copies: CopyStream | None = None,
 ) -> ForwardPart:
     """Return the feature of one forward; `places` are those that are moved, and whether each keeps a checkpoint."""
-    return MovablePart(is_checkpoint=places[place], is_first=is_first) if place in places else ForwardPart()
+    if place not in places:
+        return ForwardPart()
+    return MovablePart(is_checkpoint=places[place], is_first=is_first, copies=copies)
 
 
 def offloaded_places(program: Program, stage: int) -> dict[MicrobatchKey, bool]:

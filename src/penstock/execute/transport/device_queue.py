@@ -38,7 +38,7 @@ WaitForDevice = Callable[[Callable[[], bool]], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FollowedReceive:
-    """A receive that the device waits for, once it has come there."""
+    """A receive, or with one stream any message, that the device waits for once it has come there."""
 
     ticket: Ticket
     message: QueuedMessage
@@ -73,12 +73,17 @@ class DeviceQueue:
         """Tell the observer for whom the device waits from now on."""
         self._observer = observer
 
-    def follow(self, ticket: Ticket) -> None:
-        """Let all later work of the current stream wait for a receive, and the host go on. Raises: PeerLost."""
-        message = self._posted.get(ticket.serial)
-        if not isinstance(message, QueuedMessage):
-            return self._transport.wait(ticket)
-        del self._posted[ticket.serial]
+    def follow(self, ticket: Ticket, message: QueuedMessage | None = None) -> None:
+        """Let all later work of the current stream wait for a receive, and the host go on. Raises: PeerLost.
+
+        With its `message`, somebody may wait for the ticket once more, as for that of a send.
+        """
+        if message is None:
+            posted = self._posted.get(ticket.serial)
+            if not isinstance(posted, QueuedMessage):
+                return self._transport.wait(ticket)
+            message = posted
+            del self._posted[ticket.serial]
         marker = self._make_marker()
         marker.record()
         try:

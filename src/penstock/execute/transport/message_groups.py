@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.execute.transport.backend_links import QueuedMessage
-from penstock.execute.transport.protocol import Tag
+from penstock.execute.transport.device_queue import DeviceQueue
+from penstock.execute.transport.protocol import Tag, Ticket
 from penstock.execute.undocumented_backends import Backend, begin_coalescing, end_coalescing, end_group
 
 
@@ -78,3 +79,38 @@ class GroupedLink:
 
     def receive(self, tensor: Tensor) -> QueuedMessage:
         return self.groups.post(QueuedMessage(None, tensor.detach(), self.is_held_up), self.peer, is_send=False)
+
+
+@dataclass(slots=True, eq=False)
+class Turns:
+    """Lets messages of one rank and its computations take turns: the current stream waits at once for each launch.
+
+    Two ranks that both waited for a send would never come to their receives, so messages go in groups. Those are proved
+    to end one after another on a communicator, where no later message begins before a group has ended. So a rank that
+    waits for a group holds up its own computations alone, on which its peers depend through such messages only.
+    """
+
+    _queue: DeviceQueue | None
+    """Notices a peer that is late; None along the replicas, where the host waits for what it has launched."""
+    _messages: list[tuple[Ticket, QueuedMessage]] = field(default_factory=list)
+    """The messages of the open group."""
+
+    def take(self, ticket: Ticket, message: QueuedMessage) -> None:
+        """Let the current stream wait for a message, or for the group that it is launched with. Raises: PeerLost."""
+        if message.work is None:
+            self._messages.append((ticket, message))
+        elif self._queue is None:
+            message.follow()
+        else:
+            self._queue.follow(ticket, message)
+
+    def end_group(self) -> None:
+        """Let the current stream wait for the group that was launched. Raises: PeerLost."""
+        messages, self._messages = self._messages, []
+        # A group has one work, which ends as a whole; where it is late, a peer that sends to this rank is named first.
+        for ticket, message in sorted(messages, key=lambda posted: posted[0].is_send)[:1]:
+            self.take(ticket, message)
+
+    def forget(self) -> None:
+        """Forget the open group."""
+        self._messages.clear()

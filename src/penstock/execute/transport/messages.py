@@ -109,8 +109,8 @@ class Messenger:
 
     def finish(self) -> None:
         """Wait until everything is received and sent; from now on this batch layout is known."""
-        if self.receiver.device_queue is not None:
-            self.receiver.device_queue.settle()
+        if self._device_queue is not None and (self.receiver.device_queue is not None or self.launches_groups):
+            self._device_queue.settle()
         self.sender.finish()
         self.layouts.finish()
 

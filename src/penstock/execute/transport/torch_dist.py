@@ -8,7 +8,7 @@ errors leave none behind in their traceback.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
@@ -32,7 +32,8 @@ from penstock.execute.transport.backend_links import (
 )
 from penstock.execute.transport.device_queue import DeviceQueue, held_up_of
 from penstock.execute.transport.links import CLOSED, Link, LinkClosed, Pending
-from penstock.execute.transport.message_groups import GroupedLink, MessageGroups
+from penstock.execute.transport.meeting import ADDRESSES, IN_GROUPS, MEETING_PREFIX, require_one_kind
+from penstock.execute.transport.message_groups import GroupedLink, MessageGroups, Turns
 from penstock.execute.transport.over_links import OverLinks
 from penstock.execute.transport.protocol import Tag, Ticket, WaitObserver
 from penstock.execute.transport.rank_names import RankNames
@@ -40,14 +41,9 @@ from penstock.execute.transport.rendezvous import NO_SOCKETS, Listener, Rendezvo
 from penstock.execute.undocumented_backends import Backend, end_group, gloo, store_of
 from penstock.running_time import running_s
 
-ADDRESSES, CONNECTED, LINKED = "addresses", "connected", "linked"
-"""The rounds of texts in a rendezvous of the ranks; the last one only where there are backends."""
-_MEETING_PREFIX = "penstock"
-"""Prefix of the keys by which the ranks of a group meet in its store."""
-_MESH = "mesh"
-"""The word that stands in the place of a kind of device before a text about meshes."""
-_IN_GROUPS = "+groups"
-"""Behind a kind of device whose messages go in groups."""
+CONNECTED, LINKED = "connected", "linked"
+"""The rounds of texts in a rendezvous of the ranks behind that of their addresses; the last one only where there are
+backends."""
 
 
 class TorchTransport(OverLinks):
@@ -68,6 +64,7 @@ class TorchTransport(OverLinks):
         names: RankNames | None = None,
         has_sums: bool = False,
         coalesces: bool = False,
+        one_stream: bool = False,
     ) -> None:
         """Connect to all ranks of a process group, by default the one of all processes; each of them calls this.
 
@@ -76,7 +73,8 @@ class TorchTransport(OverLinks):
         a peer; `device` is where the tensors of messages are. Unless `is_direct`, messages between CPUs of one host go
         by gloo, and not by sockets. `on_close` is called once, by the first `close`. `names` are the names of ranks in
         errors. `has_sums` says that `post_exchange`, a collective on accelerators, will be called. With `coalesces`,
-        one communicator carries the messages between accelerators, in groups (`begin_group`).
+        one communicator carries the messages between accelerators, in groups (`begin_group`). With `one_stream`, the
+        current stream waits at once for each group and each exchange, so nothing of it runs beside computations.
 
         Raises:
             PipelineError: there is no process group.
@@ -111,6 +109,8 @@ class TorchTransport(OverLinks):
         """Follows the receives that the device waits for, to notice one that does not come."""
         if self._queued_tags:
             self.device_queue = DeviceQueue(self, self._open, partial(make_event, self._device))
+        self.turns = Turns(self.device_queue if self.launches_groups else None) if one_stream else None
+        """Lets messages between accelerators and computations take turns; None where they run beside each other."""
         self.sums_on_devices = has_sums and self.device_queue is not None
         """Whether `post_exchange` can be called."""
         self.is_device_held_up: Callable[[], bool] = held_up_of(self)
@@ -119,7 +119,7 @@ class TorchTransport(OverLinks):
         _close_sockets_in_forks(self)
         # Meet the other ranks in the store of the group. `_connect` returns the store of this meeting, which belongs to
         # this transport alone, so that its recoveries do not meet those of another transport of the same group.
-        meeting = Rendezvous(PrefixStore(_MEETING_PREFIX, store_of(process_group)), self.rank, self.names)
+        meeting = Rendezvous(PrefixStore(MEETING_PREFIX, store_of(process_group)), self.rank, self.names)
         recovery_store = PrefixStore("recoveries", self._connect(meeting))
         # A recovery is in vain once a rank has left for good, as by closing the pipeline.
         calls, numbers = self.calls, self.names.numbers
@@ -154,6 +154,8 @@ class TorchTransport(OverLinks):
             return
         try:
             self._groups.end()
+            if self.turns is not None:
+                self.turns.end_group()
         except RuntimeError as error:
             ticket = Ticket((self.rank + 1) % self.num_ranks, True, self._next_serial)
             raise self._not_posted(ticket, error) from error.with_traceback(None)
@@ -191,6 +193,8 @@ class TorchTransport(OverLinks):
         if self._groups is not None:
             self._groups.give_up()
         self._groups = None
+        if self.turns is not None:
+            self.turns.forget()
         self._backends, self._sums, self._sockets = [], None, NO_SOCKETS
         self._links.clear()
         messages = list(self._open.values())
@@ -218,10 +222,10 @@ class TorchTransport(OverLinks):
         try:
             with ExitStack() as stack:
                 listener = Listener(stack, is_wanted=bool(self._direct_tags))
-                kind = f"{self._device.type}{_IN_GROUPS if self.launches_groups else ''}"
+                kind = f"{self._device.type}{IN_GROUPS if self.launches_groups else ''}"
                 texts = exchange(ADDRESSES, f"{kind} {listener.address_text()}")
                 kinds, addresses = zip(*(text.split(" ", 1) for text in texts), strict=True)
-                _require_one_kind(kinds)
+                require_one_kind(kinds)
                 self._sockets = connect_all(
                     self.rank, self._direct_tags, listener, addresses, exchange, self.deadline_s
                 )
@@ -275,10 +279,13 @@ class TorchTransport(OverLinks):
             return GroupedLink(peer, self._groups, self.is_device_held_up)
         directions = (UPWARD, DOWNWARD) if self.rank < peer else (DOWNWARD, UPWARD)
         outgoing, incoming = (backends[name] for name in directions)
-        return BackendLink(peer, Tag.DATA, outgoing, incoming, self._on_device)
+        make_pending = lambda work, tensor: QueuedMessage(work, tensor, self.is_device_held_up)  # noqa: E731  # set later
+        return BackendLink(peer, Tag.DATA, outgoing, incoming, make_pending)
 
-    def _on_device(self, work: dist.Work, tensor: Tensor) -> QueuedMessage:
-        return QueuedMessage(work, tensor, self.is_device_held_up)
+    def _opened(self, ticket: Ticket, pending: Pending | None) -> Ticket:
+        if self.turns is not None and isinstance(pending, QueuedMessage):
+            self.turns.take(ticket, pending)
+        return super()._opened(ticket, pending)
 
     def _raise_own_error(self, error: RuntimeError) -> None:
         if self.device_queue is not None:
@@ -296,39 +303,3 @@ def _close_sockets_in_forks(transport: TorchTransport) -> None:
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=close)
-
-
-def meet_with_meshes(mesh_text: str, deadline_s: float) -> list[str]:
-    """Exchange texts about meshes with all ranks of the default group, in the round of their rendezvous.
-
-    Raises:
-        ConfigError: some ranks make a transport without a mesh, and are told so.
-        PeerLost, DeadlineExceeded: a rank does not come.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    store = PrefixStore(_MEETING_PREFIX, store_of(world))
-    rendezvous = Rendezvous(store, world.rank(), RankNames.plain(world.size()))
-    rendezvous.enter()
-    texts = [text.split(" ", 1) for text in rendezvous.exchange(ADDRESSES, f"{_MESH} {mesh_text}", deadline_s)]
-    _require_one_kind([kind for kind, _ in texts])
-    return [text for _, text in texts]
-
-
-def _require_one_kind(kinds: Sequence[str]) -> None:
-    """Make sure that all ranks compute on one kind of device, with messages of one way: others have other backends."""
-    if 0 < kinds.count(_MESH) < len(kinds):
-        with_mesh, without = kinds.index(_MESH), next(rank for rank, kind in enumerate(kinds) if kind != _MESH)
-        raise ConfigError(f"rank {with_mesh} was given a mesh, rank {without} none; give all ranks one", key=_MESH)
-    devices = [kind.removesuffix(_IN_GROUPS) for kind in kinds]
-    odd_ranks = [rank for rank, device in enumerate(devices) if device != devices[0]]
-    if odd_ranks:
-        raise ConfigError(
-            f"the ranks compute on devices of different kinds: rank 0 on {devices[0]}, rank {odd_ranks[0]} on "
-            f"{devices[odd_ranks[0]]}; give all ranks one kind",
-            key="device",
-        )
-    if len(set(kinds)) > 1:
-        in_groups = [kind.endswith(_IN_GROUPS) for kind in kinds]
-        problem = f"rank {in_groups.index(True)} launches messages in groups, rank {in_groups.index(False)} does not"
-        raise ConfigError(f"{problem}; give 'coalesced' on all ranks or on none", key="messages")

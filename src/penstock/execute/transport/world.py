@@ -17,11 +17,13 @@ def default_transport(
     *,
     device: torch.device | str | None = None,
     coalesces: bool = False,
+    one_stream: bool = False,
 ) -> Transport:
     """Return a transport within the group, or in the default group if there is one, else for one rank.
 
     Where torchrun has started this process and nobody has made the default group, it is made, for messages between
-    tensors on `device`; the last transport that is closed destroys it. `coalesces`: as for `TorchTransport`.
+    tensors on `device`; the last transport that is closed destroys it. `coalesces` and `one_stream` are those of
+    `TorchTransport`.
 
     Raises:
         ConfigError: torchrun's variables are wrong. PeerLost, DeadlineExceeded, PipelineError: a rank does not come.
@@ -29,7 +31,7 @@ def default_transport(
     join_default_group(torch.device(device or "cpu"), deadline_s)
     if not _is_distributed():
         return LocalTransport.create(1, deadline_s)[0]
-    return group_transport(group, deadline_s, device=device, coalesces=coalesces)
+    return group_transport(group, deadline_s, device=device, coalesces=coalesces, one_stream=one_stream)
 
 
 def group_transport(
@@ -40,6 +42,7 @@ def group_transport(
     names: RankNames | None = None,
     has_sums: bool = False,
     coalesces: bool = False,
+    one_stream: bool = False,
 ) -> TorchTransport:
     """Return a transport within a group, which exists, between tensors on `device`, or else on `default_device`.
 
@@ -54,6 +57,7 @@ def group_transport(
         names=names,
         has_sums=has_sums,
         coalesces=coalesces,
+        one_stream=one_stream,
     )
 
 

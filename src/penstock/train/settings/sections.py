@@ -24,6 +24,7 @@ def _as_list(value: Any) -> Any:
 # is a list of one, so that data.files=a.txt will do on a command line.
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(_as_list)]
 Sizes = Annotated[tuple[Positive, ...], Field(strict=False)]
+Stages = Annotated[tuple[NotNegative, ...], Field(strict=False)]
 
 Kept = Literal["none", "full", "selective"]
 """Which activation checkpointing."""
@@ -122,6 +123,8 @@ class PipelineSection(Section):
     which makes no kernels; or one of these two by name"""
     run_ahead: NotNegative = 2
     """on GPUs, computations that may be queued and not ended; 0: the host waits for each message"""
+    offload: Stages = ()
+    """stages, as in [0, 1], whose activations wait in the memory of the host until shortly before their backward"""
     messages: Literal["posted", "coalesced", "rendezvous"] = "posted"
     """how messages travel. 'posted': one by one, receives ahead; 'coalesced': those between two computations of a rank
     together, over one communicator; 'rendezvous': a send waits until its receive is posted"""
