@@ -11,10 +11,13 @@ from torch import nn
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.execute.accelerator import allocator_bytes
+from penstock.execute.observing.clock import Clock
+from penstock.ir.operations import IS_COPY
 from tests.emulated.copies import TO_DEVICE, TO_HOST
 from tests.emulated.kernels import slow
 from tests.emulated.pipelines import DRAWING, Cell, expect_equal_training
 from tests.emulated.runtime import RUNTIME
+from tests.emulated.timed_pipelines import host_now_s
 
 pytestmark = pytest.mark.emulated
 
@@ -89,6 +92,15 @@ def timed_step(rank, num_ranks, one_stream):
         host_waits = dict(RUNTIME.host_waits)
         torch.accelerator.synchronize()
     return RUNTIME.current_queue().now_s - begin_s, host_waits, copies
+
+
+def recorded_step(rank, num_ranks):
+    _, pipeline = pipeline_of(rank, clock=Clock(host_now_s, host="simulated"))
+    inputs, target = batch_on(pipeline.device)
+    pipeline.step(inputs, target=target)
+    with slow_copies(Counter()):
+        pipeline.step(inputs, target=target, record=True)
+    return pipeline.timeline
 
 
 def peaks_of_steps(rank, num_ranks, offload):
@@ -170,6 +182,21 @@ def test_on_one_stream_copies_and_computations_take_turns(emulated):
 
     assert took_s >= 2 * NUM_MICROBATCHES * (COMPUTE_S + NUM_STORAGES * COPY_S)
     assert {stream for _, stream in copies} == {"current"}
+
+
+@pytest.mark.feature("H7")
+def test_a_recorded_copy_has_the_time_of_its_device_and_that_of_its_host(emulated):
+    (timeline,) = emulated.run(recorded_step)
+
+    program, near = timeline.program, 0.1 * COPY_S
+    is_copy, is_compute = IS_COPY[program.op], program.is_compute
+    copies_s = (timeline.end_s - timeline.start_s)[is_copy]
+    assert copies_s == pytest.approx([NUM_STORAGES * COPY_S] * len(copies_s), abs=near)
+    assert (timeline.end_s - timeline.start_s)[is_compute] == pytest.approx([COMPUTE_S] * sum(is_compute), abs=near)
+    # The host launches all of it at once, as far as it may be ahead, and waits for no copy.
+    assert (timeline.host.end_s - timeline.host.start_s).max() < near
+    assert (timeline.host.wait_end_s - timeline.host.wait_start_s).max() < near
+    assert timeline.host.start_s[is_compute][-1] < timeline.start_s[is_compute][-1] - COMPUTE_S
 
 
 def test_the_device_holds_one_activation_more_than_it_computes_with_and_not_all(emulated):

@@ -4,9 +4,11 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.ir.measured import HostTimes
 from penstock.ir.timeline import DataWait
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -108,6 +110,30 @@ def test_waits_for_data_are_slices_on_a_thread_of_their_own_from_the_start_of_th
     ]
     assert {names[e["pid"], e["tid"]] for e in slices} == {"measured data"}
     assert slices[0]["args"] == {"microbatch": 1, "timeline": "measured"}
+
+
+@pytest.mark.feature("H7")
+def test_host_and_device_stand_side_by_side_with_the_lane_and_the_waits():
+    num_rows = MEASURED.program.num_instructions
+    start_s = MEASURED.start_s - 0.002
+    waits = np.where(np.arange(num_rows) == 3, 0.5, 0.0)
+    host = HostTimes(start_s, start_s + 0.001, start_s + 0.001, start_s + 0.001 + waits)
+
+    events = json.loads(to_trace({"measured": replace(MEASURED, host=host)}))["traceEvents"]
+
+    threads = threads_of(events)
+    on_host = [e for e in of_phase(events, "X") if threads[e["pid"], e["tid"]] == "measured host"]
+    text, waited = str(MEASURED.program.instruction(0)), str(MEASURED.program.instruction(3))
+    assert [e["name"] for e in on_host if e["cat"] == "host wait"] == [f"wait: {waited}"]
+    assert len([e for e in on_host if e["cat"] == "host"]) == num_rows
+    args = next(
+        e["args"] for e in of_phase(events, "X") if e["name"] == waited and e["cat"] not in ("host", "host wait")
+    )
+    assert args["lane"] in ("compute", "send", "receive")
+    assert args["host_ms"] == pytest.approx(1.0)
+    assert args["host_wait_ms"] == pytest.approx(500.0)
+    assert args["host_start_ms"] == pytest.approx(1e3 * start_s[3])
+    assert text in {e["name"] for e in on_host}
 
 
 def test_copies_are_slices_on_a_thread_of_their_own():

@@ -2,6 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+class HostTimes(NamedTuple):
+    """When the host of each rank was in the call of a row, and when it waited for what a row had launched.
+
+    A host calls its rows one after another, and between them it is held back, or does what observers ask for. A device
+    runs a row later than its host calls it. Seconds on the step's timeline; [num_rows] each.
+    """
+
+    start_s: Floats
+    end_s: Floats
+    """When the call returned: a row that launches work returns at once."""
+    wait_start_s: Floats
+    """When the host began to wait for what the row had launched; the end of the call where it never did."""
+    wait_end_s: Floats
 
 
 @dataclass(frozen=True, slots=True)

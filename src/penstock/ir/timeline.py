@@ -14,7 +14,7 @@ from penstock.files import atomic_file
 from penstock.ir.formats.timeline_json import timeline_from_json, timeline_to_json
 from penstock.ir.hot import Int64s, frozen
 from penstock.ir.live import StageBytes, peak_activations, peak_bytes, peak_host_bytes
-from penstock.ir.measured import ImmediateWeights, Prologue
+from penstock.ir.measured import HostTimes, ImmediateWeights, Prologue
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
@@ -67,16 +67,23 @@ class Timeline:
     """Weight gradients that were computed in I, by stage whose backwards are split."""
     num_replicas: int = 1
     """Number of replicas that ran the step together, of which this is the timeline of one."""
+    host: HostTimes | None = None
+    """When hosts called the rows, of which `start_s` and `end_s` say when devices ran them; None: unknown."""
 
     def __post_init__(self) -> None:
         num_rows = self.program.num_rows
-        for name in ("start_s", "end_s"):
-            column = getattr(self, name)
+        columns = {name: getattr(self, name) for name in ("start_s", "end_s")}
+        if self.host is not None:
+            columns |= {f"host.{name}": column for name, column in self.host._asdict().items()}
+        for name, column in columns.items():
             if getattr(column, "shape", None) != (num_rows,):
                 problem = f"an array of shape {column.shape}" if isinstance(column, np.ndarray) else described(column)
                 expected = f"a numpy array of {num_rows} seconds, one for each instruction of {self.program.name!r}"
                 raise ConfigError(f"{problem}; expected {expected}", key=name)
-            object.__setattr__(self, name, frozen(column))
+        object.__setattr__(self, "start_s", frozen(self.start_s))
+        object.__setattr__(self, "end_s", frozen(self.end_s))
+        if self.host is not None:
+            object.__setattr__(self, "host", HostTimes(*map(frozen, self.host)))
 
     @cached_property
     def _bounds_s(self) -> tuple[Floats, Floats]:

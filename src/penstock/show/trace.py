@@ -4,6 +4,7 @@ process: one rank         thread: computations, sends or receives of one timelin
 ├── predicted             0F0 0F1 ....... 0B0        "X" slices with stage, microbatch and text
 ├── predicted sends       0SEND_F0 ─────────────┐    flow arrows ("s" to "f") end at the receive
 ├── predicted receives                          └─▶
+├── measured host         0F0 wait: 1RECV_F1 ...     when the host was in the call of a row, or waited for one
 ├── measured data         data of microbatch 1       waits for what a stream brings, from the step's start on
 └── predicted activations                            "C" counter
 """
@@ -108,6 +109,7 @@ def _timeline_events(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator
                 threads[row] = tracks.thread(rank, thread_name)
     yield from _slices(name, timeline, threads, begin_ns, end_ns)
     yield from _arrows(name, timeline, threads, begin_ns, end_ns)
+    yield from _host_slices(name, timeline, tracks)
     yield from _data_waits(name, timeline, tracks)
     yield from _counters(name, timeline)
 
@@ -139,8 +141,29 @@ def _slices(
         if instruction.slice:
             args["slice"] = instruction.slice
         thread = (int(rank), int(threads[row]))
+        if timeline.host is not None:
+            host_s = [float(column[row]) for column in timeline.host]
+            args |= {"lane": OPERATIONS[instruction.op].lane.name.lower(), "host_start_ms": host_s[0] * 1e3}
+            args |= {"host_ms": (host_s[1] - host_s[0]) * 1e3, "host_wait_ms": (host_s[3] - host_s[2]) * 1e3}
         times_ns = (int(begin_ns[row]), int(end_ns[row]))
         yield _slice(str(instruction), instruction.op.name.lower(), thread, times_ns, args)
+
+
+def _host_slices(name: str, timeline: Timeline, tracks: _Tracks) -> Iterator[Event]:
+    """Yield when hosts were in the calls of rows, and when they waited for what rows had launched."""
+    if timeline.host is None:
+        return
+    program = timeline.program
+    start_ns, end_ns, wait_start_ns, wait_end_ns = (
+        np.rint(np.maximum(column, 0.0) * 1e9).astype(np.int64) for column in timeline.host
+    )
+    for row, rank in enumerate(program.rank_of_row.tolist()):
+        text, thread = str(program.instruction(row)), (rank, tracks.thread(rank, f"{name} host"))
+        args = {"instruction": text, "timeline": name}
+        yield _slice(text, "host", thread, (int(start_ns[row]), int(end_ns[row])), args)
+        if wait_end_ns[row] > wait_start_ns[row]:
+            wait_ns = int(wait_start_ns[row]), int(wait_end_ns[row])
+            yield _slice(f"wait: {text}", "host wait", thread, wait_ns, args)
 
 
 def _slice(name: str, category: str, thread: tuple[int, int], times_ns: tuple[int, int], args: Event) -> Event:

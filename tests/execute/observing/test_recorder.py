@@ -17,6 +17,7 @@ from penstock.execute.transport import LocalTransport
 from penstock.execute.transport.device_queue import await_device
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.instruction import Op
+from penstock.ir.operations import IS_RECEIVE
 from penstock.pipeline import Pipeline
 from tests.execute.stages.test_split_backward import Product
 from tests.support.local_pipelines import WIDTH, float_task, on_ranks, pipeline_of, step_task
@@ -32,7 +33,7 @@ def run(recorder, row, call, awaits=None):
 
 @pytest.mark.feature("H11")
 def test_a_call_is_measured_from_its_start_to_its_end_which_an_arrival_moves_of_its_receive_only():
-    times = iter([1.0, 2.0, 4.0, 5.0])
+    times = iter([1.0, 2.0, 4.0, 4.5, 5.0])
     recorder = Recorder(range(7, 9), Clock(lambda: next(times)))
     during = []
 
@@ -41,6 +42,7 @@ def test_a_call_is_measured_from_its_start_to_its_end_which_an_arrival_moves_of_
     assert (recorder.start_s.tolist(), during, recorder.end_s.tolist()) == ([0.0, 1.0], [2.0], [0.0, 4.0])
     run(recorder, 12, lambda step: None, awaits=8)
     assert (recorder.start_s.tolist(), recorder.end_s.tolist()) == ([0.0, 1.0], [0.0, 5.0])
+    assert [column[1] for column in recorder.host] == [1.0, 4.0, 4.5, 5.0]
 
 
 def record(wires, clocks=None):
@@ -85,6 +87,21 @@ def test_measured_rows_end_after_they_start_and_keep_every_dependency():
         assert recording.from_own_clock(now_s) == now_s - recordings[0].origin_s > recording.timeline.makespan_s
         # Batches of 8 in 4 microbatches: 2 rows of floats; the last stage sends none on.
         assert recording.message_bytes == (2 * WIDTH * 4, 2 * WIDTH * 4, 0)
+
+
+@pytest.mark.feature("H7")
+def test_hosts_are_in_their_calls_one_after_another_and_wait_in_between():
+    timeline = on_ranks(3, record)[1].timeline
+
+    host = timeline.host
+    assert (host.start_s == timeline.start_s).all()  # a host that computes by itself
+    for rows in timeline.program.ranks:
+        assert (host.end_s[rows][:-1] <= host.start_s[rows][1:]).all()
+    assert (host.end_s <= host.wait_start_s).all()
+    assert (host.wait_start_s <= host.wait_end_s).all()
+    is_receive = IS_RECEIVE[timeline.program.op]
+    assert (host.wait_end_s[is_receive] == timeline.end_s[is_receive]).all()
+    assert (host.wait_end_s == host.wait_start_s)[~is_receive].all()
 
 
 def test_ranks_whose_clocks_are_far_apart_are_laid_on_one_scale_and_the_rest_is_told():
@@ -174,10 +191,13 @@ def test_work_is_measured_when_the_device_does_it_and_not_when_the_host_queues_i
 
     for row in range(2):
         run(recorder, row, lambda step: device.queue(2.0))
+    called_s = [column.tolist() for column in recorder.host[:2]]
     recorder.end(None, failed=False)
 
     assert recorder.start_s.tolist() == pytest.approx([10.0, 12.0])
     assert recorder.end_s.tolist() == pytest.approx([12.0, 14.0])
+    # The host has queued both within two milliseconds.
+    assert called_s == [pytest.approx([10.0, 10.001]), pytest.approx([10.001, 10.002])]
 
 
 def test_a_message_arrives_when_the_host_has_seen_it():
@@ -194,6 +214,7 @@ def test_a_message_arrives_when_the_host_has_seen_it():
 
     assert (recorder.start_s[1], recorder.end_s[1]) == (11.0, 11.0)  # not before it arrived
     assert (recorder.start_s[2], recorder.end_s[2]) == pytest.approx((12.0, 13.0))
+    assert (recorder.host.wait_start_s[1], recorder.host.wait_end_s[1]) == (11.0, 11.0)
 
 
 def test_a_device_without_timed_events_leaves_the_recording_out():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import FormatError
 from penstock.ir.live import StageBytes
-from penstock.ir.measured import ImmediateWeights, Prologue
+from penstock.ir.measured import HostTimes, ImmediateWeights, Prologue
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.lowering import lower
 from penstock.schedules import build
@@ -39,6 +39,7 @@ def recorded_step(schedule, seed=0):
         prologues=tuple(Prologue(*row) for row in moments.tolist()),
         early_weights={0: ImmediateWeights(0.1 + 0.2, ("0.weight", "1.weight"), {"0.weight": "small"})},
         num_replicas=1 + seed % 3,
+        host=HostTimes(*chance.random((4, program.num_instructions))) if seed % 2 else None,
     )
 
 
@@ -46,6 +47,8 @@ def plain(value):
     """Return all columns of a timeline in values that compare; NaN and -0.0 show in their text."""
     if isinstance(value, Timeline | StageBytes):
         return {column.name: plain(getattr(value, column.name)) for column in fields(value)}
+    if isinstance(value, HostTimes):
+        return {name: plain(column) for name, column in value._asdict().items()}
     return (str(value.dtype), list(map(repr, value.tolist()))) if isinstance(value, np.ndarray) else value
 
 
@@ -77,6 +80,23 @@ def test_files_of_before_there_were_reasons_are_read():
     document["early_weights"][0]["rungs"] = {"opaque": 0.5, "product": 0.5}
 
     assert Timeline.from_json(json.dumps(document)).early_weights == early
+
+
+@pytest.mark.feature("H7")
+def test_hosts_have_their_times_and_rows_their_lanes_and_files_of_before_have_neither():
+    recorded = recorded_step(build("1f1b", ranks=2, microbatches=2), seed=1)
+    document = json.loads(recorded.to_json())
+
+    lanes = dict(zip(map(str, recorded.program[0]), document["lanes"], strict=False))
+    expected = {"0F0": "compute", "0SEND_F0": "send", "0RECV_B0": "receive", "0REDUCE_GRAD": "collective"}
+    assert {text: lanes[text] for text in expected} == expected
+    assert document["host"]["wait_end_s"] == recorded.host.wait_end_s.tolist()
+    for host, told in (({}, "host.start_s: this key is missing"), ({**document["host"], "end_s": [0.0]}, "1 entries")):
+        with pytest.raises(FormatError, match=told):
+            Timeline.from_json(json.dumps(document | {"host": host}))
+    for key in ("host", "lanes"):
+        del document[key]
+    assert Timeline.from_json(json.dumps(document)).host is None
 
 
 def test_a_file_of_before_waits_for_data_were_kept_has_none(small):

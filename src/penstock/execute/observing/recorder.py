@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -14,19 +15,21 @@ from penstock.execute.accelerator import is_queued, make_event
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.clock import Alignment, Clock, ClockComparison
 from penstock.execute.observing.observer import Around, Observer
+from penstock.execute.stages.copy_stream import LaunchedCopy
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.device_queue import WaitForDevice, waiting_of
-from penstock.ir.measured import ImmediateWeights
+from penstock.ir.measured import HostTimes, ImmediateWeights
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
 
 
 class Recorder(Observer):
-    """Start and end of each row of a rank in one step, in seconds of its clock."""
+    """Start and end of each row of a rank in one step, in seconds of its clock; here the host itself computes."""
 
     def __init__(self, rows: range, clock: Clock) -> None:
         self.start_s: NDArray[np.float64] = np.zeros(len(rows))
         self.end_s: NDArray[np.float64] = np.zeros(len(rows))
+        self.host = HostTimes(*(np.zeros(len(rows)) for _ in HostTimes._fields))
         self._first = rows.start
         self._read = clock.read
 
@@ -37,15 +40,18 @@ class Recorder(Observer):
 
     @contextmanager
     def _timing(self, row: int, step: Step) -> Iterator[None]:
-        self.start_s[row] = self._read()
+        self.start_s[row] = self.host.start_s[row] = self._read()
         yield
         self.end_s[row] = self._read()
+        for column in self.host[1:]:
+            column[row] = self.end_s[row]
 
     @contextmanager
     def _noting_arrival(self, row: int, step: Step) -> Iterator[None]:
         """The end of a wait is the arrival of the message whose receive was posted earlier."""
+        self.host.wait_start_s[row] = self._read()
         yield
-        self.end_s[row] = self._read()
+        self.end_s[row] = self.host.wait_end_s[row] = self._read()
 
 
 class DeviceRecorder(Recorder):
@@ -58,6 +64,8 @@ class DeviceRecorder(Recorder):
         super().__init__(rows, clock)
         self._make_event, self._await = make_event, wait
         self._events: dict[int, tuple[torch.Event, torch.Event]] = {}
+        self._copies: list[int] = []
+        """Rows whose copies run on a stream of their own, in the order of that stream."""
 
     def begin(self, step: Step) -> None:
         # The event is made here, and not earlier: an error that a device without such events raises here drops the
@@ -71,9 +79,27 @@ class DeviceRecorder(Recorder):
     def _timing(self, row: int, step: Step) -> Iterator[None]:
         start, end = self._make_event(), self._make_event()
         start.record()
+        self.host.start_s[row] = self._read()
         yield
-        end.record()
+        returned_s = self._read()
+        for column in self.host[1:]:
+            column[row] = returned_s
+        copy_stream = _copy_stream_of(step, self._first + row)
+        if copy_stream is None:
+            end.record()
+        else:
+            end.record(copy_stream)
+            self._copies.append(row)
         self._events[row] = start, end
+
+    @contextmanager
+    def _noting_arrival(self, row: int, step: Step) -> Iterator[None]:
+        is_copy = _copy_stream_of(step, self._first + row) is not None
+        self.host.wait_start_s[row] = self._read()
+        yield
+        self.host.wait_end_s[row] = self._read()
+        if not is_copy:  # whose end an event tells, since the host goes on at once
+            self.end_s[row] = self.host.wait_end_s[row]
 
     def end(self, step: Step, failed: bool) -> None:
         for row, (start, end) in () if failed else self._events.items():
@@ -82,10 +108,20 @@ class DeviceRecorder(Recorder):
             # The end of a receive is its arrival, which the host saw, maybe before the device came to its posting.
             self.start_s[row] = min(start_s, arrival_s) if arrival_s else start_s
             self.end_s[row] = arrival_s or self._time_s(end)
+        # A copy begins when the current stream has come to it, and the copy before it on its stream has ended.
+        for earlier, row in () if failed else pairwise(self._copies):
+            self.start_s[row] = max(self.start_s[row], self.end_s[earlier])
         self._events.clear()
+        self._copies.clear()
 
     def _time_s(self, event: torch.Event) -> float:
         return self._origin_s + self._origin.elapsed_time(event) * 1e-3
+
+
+def _copy_stream_of(step: Step, row: int) -> torch.Stream | None:
+    """Return the stream on which a row has launched a copy that nobody waits for yet; None of other rows."""
+    launched = None if step is None else step.tickets.get(row)
+    return launched.stream if isinstance(launched, LaunchedCopy) else None
 
 
 def recorder_for(clocks: ClockComparison, rows: range) -> Recorder:
@@ -143,6 +179,7 @@ class StepRecording(Observer):
             "is_complete": recorder.failure is None,
             "start_s": recorder.start_s.tolist(),
             "end_s": recorder.end_s.tolist(),
+            "host": [column.tolist() for column in recorder.host],
             "output_bytes": list(self.output_bytes().items()),
             "early_weights": [
                 (stage, astuple(immediate_weights)) for stage, immediate_weights in self.early_weights().items()
@@ -169,6 +206,13 @@ class StepRecording(Observer):
             for name in ("start_s", "end_s")
         )
         origin_s = float(start_s.min()) if len(start_s) else 0.0
+        host_columns = zip(
+            *(
+                to_common(rank, np.array(measurement["host"])) - origin_s
+                for rank, measurement in enumerate(measurements)
+            ),
+            strict=True,
+        )
         timeline = Timeline(
             self.program,
             "measured",
@@ -180,6 +224,7 @@ class StepRecording(Observer):
                 for measurement in measurements
                 for rank, microbatch, *times_s in measurement["data_waits"]
             ),
+            host=HostTimes(*map(np.concatenate, host_columns)),
         )
         bytes_of_stage = dict(pair for measurement in measurements for pair in measurement["output_bytes"])
         message_bytes = tuple(bytes_of_stage.get(stage, 0) for stage in range(self.program.num_stages))

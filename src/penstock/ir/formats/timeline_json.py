@@ -4,8 +4,10 @@
      "clock_uncertainty_s": 0.0, "message_bytes": [64, 0], "layers_of_stage": [[0, 2], [2, 4]], "layer_weights": [1.0],
      "lead_ins": [[-0.3, -0.2, -0.1]], "data_waits": [], "early_weights": [], "num_replicas": 1, "program": {...}}
 
-`lead_ins` are the prologues of the ranks. A predicted timeline has "source" and "sizes" besides. Files of earlier
-versions lack "data_waits", "early_weights" and "num_replicas", or have "rungs" where "reasons" are now.
+`lead_ins` are the prologues of the ranks. A predicted timeline has "source" and "sizes" besides. A recorded one has
+"host", with the times of the hosts in columns as `start_s`, and "lanes", the lane of each instruction for other
+readers: it follows from the program. Files of earlier versions lack "data_waits", "early_weights", "num_replicas",
+"host" and "lanes", or have "rungs" where "reasons" are now.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,8 @@ from penstock.errors import FormatError
 from penstock.ir.formats.cells import MAX_NUMBER
 from penstock.ir.formats.json_text import JsonReader
 from penstock.ir.live import StageBytes
-from penstock.ir.measured import ImmediateWeights, Prologue
+from penstock.ir.measured import HostTimes, ImmediateWeights, Prologue
+from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.program import Program
 
 TIMELINE_FORMAT = "penstock-recorded-step"
@@ -39,6 +42,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "num_replicas": 1,
     "source": "measured",
     "sizes": None,
+    "host": None,
+    "lanes": None,
 }
 _WAIT_KEYS = ("rank", "microbatch", "begin_s", "end_s")
 _WEIGHTS_KEYS = ("stage", "share", "names")
@@ -66,6 +71,7 @@ def timeline_to_json(timeline: Any) -> str:
         "num_replicas": timeline.num_replicas,
         **({"source": timeline.source} if timeline.source != "measured" else {}),
         **({"sizes": _sizes_to_json(timeline.sizes)} if timeline.sizes is not None else {}),
+        **(_host_to_json(timeline) if timeline.host is not None else {}),
         "program": orjson.loads(timeline.program.to_json()),
     }
     return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE).decode()
@@ -116,7 +122,23 @@ def timeline_from_json(text: str, file: str) -> dict[str, Any]:
         "prologues": tuple(prologues),
         "early_weights": dict(reader.entries(document, "early_weights", partial(reader.early_weights, num_stages))),
         "num_replicas": reader.number(document["num_replicas"], "num_replicas", least=1),
+        "host": None if document["host"] is None else _host_from_json(reader, document["host"], num_rows),
     }
+
+
+def _host_to_json(timeline: Any) -> dict[str, Any]:
+    columns = {name: column.tolist() for name, column in timeline.host._asdict().items()}
+    return {"host": columns, "lanes": [OPERATIONS[Op(op)].lane.name.lower() for op in timeline.program.op.tolist()]}
+
+
+def _host_from_json(reader: "_TimelineReader", value: Any, num_rows: int) -> HostTimes:
+    members, columns = reader.keys(value, "host", HostTimes._fields), []
+    for name in HostTimes._fields:
+        column = reader.seconds(members[name], f"host.{name}")
+        if len(column) != num_rows:
+            raise reader.fail(f"host.{name}", f"{len(column)} entries, but {num_rows} belong there")
+        columns.append(np.array(column, np.float64))
+    return HostTimes(*columns)
 
 
 def _sizes_to_json(sizes: StageBytes) -> dict[str, Any]:
