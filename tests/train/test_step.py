@@ -320,3 +320,40 @@ def test_the_loss_is_the_mean_over_the_batches_by_their_weights_on_every_rank():
     assert losses[0] == losses[1] == pytest.approx((first + second + third) / 3, rel=1e-12)
     assert evaluate(1, batches[:2], [1.0, 3.0]) == [pytest.approx((first + 3 * second) / 4, rel=1e-12)]
     assert first != second
+
+
+def logged(caplog, which):
+    """The lines of one step of two ranks with a tied head."""
+
+    def case(pipeline):
+        trainer = Trainer(pipeline, OPTIONS, num_steps=NUM_STEPS, norms=which)
+        trainer.step(1, [random_batch(0)])
+        return pipeline.norms(), list(dict(pipeline.named_parameters())), dict(pipeline.owner_names)
+
+    caplog.clear()
+    with caplog.at_level("INFO", "penstock"):
+        ranks = on_small_pipelines(2, case, small_layers("float64", tied_head=True))
+    return ranks, [line for line in caplog.messages if ": norm " in line]
+
+
+@pytest.mark.feature("H9")
+def test_norms_of_gradients_are_logged_before_an_update_and_those_of_parameters_after_it(caplog):
+    ranks, lines = logged(caplog, "all")
+
+    norms, names = ranks[0][0], [*ranks[0][1], *(name for name in ranks[1][1] if name not in ranks[1][2])]
+    assert list(norms) == names
+    texts = [line.rpartition(" ")[0] for line in lines]
+    assert texts == [f"step 1: {kind} {name}: norm" for kind in ("gradient of", "parameter") for name in names]
+    after = {line.split()[3][:-1]: float(line.split()[-1]) for line in lines if " parameter " in line}
+    assert after == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.feature("H9")
+def test_local_norms_are_those_that_each_rank_holds_and_off_logs_none(caplog):
+    ranks, lines = logged(caplog, "local")
+
+    for rank, (_, names, _) in enumerate(ranks):
+        texts = [line.rpartition(" ")[0] for line in lines if line.startswith(f"rank {rank}, ")]
+        kinds = ("gradient of", "parameter")
+        assert texts == [f"rank {rank}, step 1: {kind} {name}: norm" for kind in kinds for name in names]
+    assert logged(caplog, "off")[1] == []

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.handshake import SetupReport, require_equal
 from penstock.execute.observing.copies import compare_copies
+from penstock.execute.observing.log import norms_by_name
 from penstock.execute.options import PipelineOptions
 from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
@@ -181,6 +182,29 @@ class ModelPart:
             error_if_nonfinite=error_if_nonfinite,
         )
         return torch.tensor(norm, dtype=torch.float64)
+
+    @collective
+    def norms(self, *, gradients: bool = False, local: bool = False) -> dict[str, float]:
+        """Return the norm of each parameter of the model, or of each gradient, by the unsplit model's names.
+
+        Every rank calls it, and gets the same: norms of whole parameters, those of tied ones once, by their owners'
+        names. `gradients` asks for those of gradients, of parameters that have one; with `main_gradients`, they are in
+        `.main_grad`. With `local`, norms are those of what this rank holds, parts of shards and copies included; no
+        message goes to another rank then. Norms are computed in float64.
+
+        Raises:
+            ConfigError: ranks ask for different norms.
+            PeerLost, DeadlineExceeded: a rank does not come.
+        """
+        if not local:
+            self._agree(gradients=gradients)
+        return norms_by_name(
+            self.control,
+            self._assembly,
+            gradient_attribute=self.options.gradient_attribute if gradients else "",
+            local=local,
+            is_sharded=self.options.is_sharded,
+        )
 
     @collective
     def require_equal_copies(self) -> None:

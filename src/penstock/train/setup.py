@@ -324,4 +324,11 @@ def build_trainer(config: RunConfig, pipeline: Pipeline) -> Trainer:
     layers = [] if config.optimizer.decay_embeddings else build_layers(config, _some_vocabulary(config))
     embeddings = embedding_names(layers)
     precision, num_steps = Precision(config.precision), config.run.steps
-    return Trainer(pipeline, config.optimizer, num_steps=num_steps, precision=precision, embeddings=embeddings)
+    return Trainer(
+        pipeline,
+        config.optimizer,
+        num_steps=num_steps,
+        precision=precision,
+        embeddings=embeddings,
+        norms=config.debug.norms,
+    )

@@ -55,8 +55,10 @@ class Trainer:
         num_steps: int,
         precision: Precision | None = None,
         embeddings: Collection[str] = (),
+        norms: str = "off",
     ) -> None:
-        self.pipeline = pipeline
+        """`norms` says which norms of gradients and parameters are logged, as `debug.norms` of a run file."""
+        self.pipeline, self._norms = pipeline, norms
         self._options = options
         self._num_steps = num_steps
         self._precision = precision or Precision()
@@ -98,7 +100,9 @@ class Trainer:
             self._require_tolerable(loss, norm, number, rate, batches)
         is_updated = is_finite and not skip_update
         if is_updated:
+            self._log_norms(number, "gradient of")
             self.update.apply(rate)
+            self._log_norms(number, "parameter")
         else:
             self.update.skip(is_overflow=not is_finite)
         return StepOutcome(
@@ -118,6 +122,16 @@ class Trainer:
         """Return the mean loss of batches, by default of equal weight, in the precision of the steps."""
         with self._region():
             return mean_loss(self.pipeline, batches, weights)
+
+    def _log_norms(self, number: int, kind: str) -> None:
+        """Log the norms of this rank's parts, or on rank 0 those of all ranks; a collective where they are of all."""
+        if self._norms == "off":
+            return
+        is_local, control = self._norms == "local", self.pipeline.control
+        norms = self.pipeline.norms(gradients=kind != "parameter", local=is_local)
+        rank = f"rank {control.names.numbers[control.rank]}, " if is_local else ""
+        for name, norm in norms.items() if is_local or control.rank == 0 else ():
+            logging.getLogger("penstock").info("%sstep %d: %s %s: norm %.6g", rank, number, kind, name, norm)
 
     def _require_tolerable(self, loss: float, norm: float, number: int, rate: float, batches: Batches) -> None:
         """Stop unless the step is to be skipped: by setting, or since gradients overflow under a loss scale."""

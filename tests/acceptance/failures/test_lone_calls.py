@@ -30,6 +30,7 @@ CALLS = {
     "memory_report": lambda own, folder: own.memory_report(INPUTS, target=TARGET),
     "find_not_finite": lambda own, folder: own.find_not_finite(INPUTS, target=TARGET),
     "clip_grad_norm_": lambda own, folder: own.clip_grad_norm_(1.0),
+    "norms": lambda own, folder: own.norms(),
     "state_dict": lambda own, folder: own.state_dict(on_rank=0),
     "load_state_dict": lambda own, folder: own.load_state_dict(own.state_dict()),
     "save_checkpoint": lambda own, folder: ps.save_checkpoint(folder, own, step=1),

@@ -6,8 +6,11 @@ import re
 import pytest
 
 from penstock.execute.observing.log import log_plan
+from penstock.execute.values.tensors import local_part
 from penstock.schedules import build
 from tests.support.local_pipelines import float_task, on_pipelines, step_task, token_task
+from tests.support.mesh_pipelines import Job
+from tests.support.mesh_pipelines import on_pipelines as on_mesh_pipelines
 
 
 def lines(caplog, level):
@@ -75,6 +78,54 @@ def test_norms_are_told_per_parameter_and_once_over_all_ranks(caplog):
     assert norms_in(lines(caplog, logging.INFO), "step 0: ") == pytest.approx(norms(once.values()), rel=1e-5)
     told = norms_in(lines(caplog, logging.DEBUG), "rank 1, step 0: 4.weight: ")
     assert told == pytest.approx(norms([held[1]["4.weight"]]), rel=1e-5)
+
+
+@pytest.mark.feature("H9")
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("1f1b", {"tied": [("0.weight", "4.weight")]}), ("dualpipe", {}), ("zb-h1", {"main_gradients": True})],
+)
+def test_norms_of_all_ranks_have_the_names_of_the_unsplit_model_and_those_of_a_rank_its_own(schedule, options):
+    task = token_task(8)
+    attribute = "main_grad" if "main_gradients" in options else "grad"
+
+    def case(pipeline):
+        step_task(pipeline, task)
+        held = {name: (each.detach(), getattr(each, attribute)) for name, each in pipeline.named_parameters()}
+        return held, [
+            pipeline.norms(gradients=gradients, local=local) for local in (False, True) for gradients in (0, 1)
+        ]
+
+    found = on_pipelines(2, task, case, schedule, **options)
+
+    whole = {**found[1][0], **found[0][0]}
+    if "tied" in options:
+        del whole["4.weight"]  # the copy of 0.weight
+    for held, (all_values, all_gradients, values, gradients) in found:
+        for column, norms_of_column, tensors in (
+            (0, all_values, whole), (1, all_gradients, whole), (0, values, held), (1, gradients, held)
+        ):  # fmt: skip
+            expected = {name: float(pair[column].double().norm()) for name, pair in tensors.items()}
+            assert norms_of_column == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.feature("H9")
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_norms_over_replicas_are_of_whole_parameters_and_local_ones_of_parts(shard):
+    def case(pipeline, inputs, target):
+        pipeline.step(inputs, target=target)
+        sums = {n: float(local_part(each.grad).double().square().sum()) for n, each in pipeline.named_parameters()}
+        return pipeline.norms(gradients=True), pipeline.norms(gradients=True, local=True), sums
+
+    found = on_mesh_pipelines(Job([8, 8]), "1f1b", case, shard=shard)
+    plain = on_mesh_pipelines(Job([8, 8]), "1f1b", case)
+
+    assert found[0][0] == pytest.approx(plain[0][0], rel=1e-12)
+    for all_norms, local_norms, sums in found:
+        assert all_norms == found[0][0]
+        assert local_norms == pytest.approx({name: value**0.5 for name, value in sums.items()}, rel=1e-12)
+    is_part = any(found[0][1][name] < found[0][0][name] * 0.99 for name in found[0][1])
+    assert is_part == (shard == "full")
 
 
 def norms(pairs):

@@ -19,6 +19,7 @@ from tests.train.settings.tables import config_with, refusal_of, table_with
             "pipeline.messages",
             "beside debug.level = 'values', which sends a header with each message",
         ),
+        ({"debug": {"norms": "all"}}, "debug.norms", "'all' is written nowhere; set debug.log = 'info' too"),
         (
             {"batch": {"size": 18}},
             "batch.size",

@@ -18,6 +18,7 @@ from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import norms_of
 from penstock.execute.step import Bound, Step
+from penstock.execute.values.tensors import local_part
 from penstock.ir.operations import BEGINS_KEEPING
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -62,6 +63,36 @@ class MessageLog(Observer):
 def message_log() -> list[Observer]:
     """Return what logs the messages of a step; nothing where nobody listens."""
     return [MessageLog()] if LOG.isEnabledFor(logging.DEBUG) else []
+
+
+def norms_by_name(
+    control: Control,
+    assembly: Assembly,
+    *,
+    gradient_attribute: str = "",
+    local: bool = False,
+    is_sharded: bool = False,
+) -> dict[str, float]:
+    """Return the norm of each parameter of all ranks, by its owner's name; a collective, with one result on all ranks.
+
+    With a `gradient_attribute`, such as "grad", the norms are those of the gradients there, of parameters that have
+    one. Where replicas share parameters out (`is_sharded`), norms are of whole ones. With `local`, norms are of what
+    this rank holds, by its own names, copies and parts of shards included; no message goes to another rank.
+    """
+    tensors = {
+        name: getattr(parameter, gradient_attribute, None) if gradient_attribute else parameter.detach()
+        for name, parameter in assembly.named_parameters()
+    }
+    named_tensors = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    if local:
+        return norms_of([(name, local_part(tensor)) for name, tensor in named_tensors])
+    local_norms = norms_of(named_tensors, across=control.across if is_sharded else None)
+    owned_norms = {name: norm for name, norm in local_norms.items() if name not in assembly.owner_names}
+    all_norms: dict[str, float] = {}  # both ranks of a model with two routes have the same names, and equal norms
+    for rank_norms in control.within.all_gather_object(owned_norms):
+        assert isinstance(rank_norms, dict)
+        all_norms |= rank_norms
+    return all_norms
 
 
 def log_norms(control: Control, step: int, assembly: Assembly, gradient_attribute: str) -> None:

@@ -167,6 +167,12 @@ def _profile_problems(config: Sections) -> Iterator[Problem]:
         yield "profile.steps", f"{list(profile.steps)} goes beyond run.steps = {run.steps}; end it earlier"
 
 
+def _debug_problems(config: Sections) -> Iterator[Problem]:
+    debug = config.debug
+    if debug.norms != "off" and debug.log == "off":
+        yield "debug.norms", f"{debug.norms!r} is written nowhere; set debug.log = 'info' too"
+
+
 def _pipeline_problems(config: Sections) -> Iterator[Problem]:
     pipeline = config.pipeline
     if pipeline.split == ():
@@ -292,5 +298,6 @@ _RULES = (
     _precision_problems,
     _optimizer_problems,
     _profile_problems,
+    _debug_problems,
 )
 """All rules, in the order in which their problems are listed."""

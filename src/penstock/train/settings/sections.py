@@ -380,6 +380,8 @@ class DebugSection(Section):
     """whether every instruction is a range in torch.profiler and NVTX"""
     log: Literal["off", "info", "debug"] = "off"
     """rankN.log in the run folder: 'info': plan and norms; 'debug': every message, too"""
+    norms: Literal["off", "local", "all"] = "off"
+    """norms of gradients before an update and of weights after it, in debug.log: of a rank's parts, or of all ranks"""
     copies_every: NotNegative = 100
     """optimizer steps between two after which the ranks compare copies of parameters: of replicas, and tied ones; 0:
     never"""
