@@ -10,6 +10,7 @@ from dataclasses import replace
 from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.execute.accelerator import is_queued
 from penstock.execute.batch.admission import Admission, Batch, StepRequest
+from penstock.execute.batch.host_to_device import copies_for
 from penstock.execute.compile.programs import CompiledPrograms
 from penstock.execute.control.agreement import AgreedStep, Extra, Mode
 from penstock.execute.control.collectives import Control, closed_error, refuse_within_step
@@ -78,9 +79,10 @@ class Runner:
         rows_of = {} if throttle is None else {"rows_of": throttle.rows_of}
         self._failures = FailureReporter(places, session.board, self._programs.describe, **rows_of)
         # The admission cuts a batch into microbatches, and lets all ranks agree on the step.
+        rule = options.batch_rule(session.schedule)
         self._admission = Admission(
             control,
-            options.batch_rule(session.schedule),
+            rule,
             session.needs,
             stream_rules=options.stream_rules(),
             checks_values=options.check_batches,
@@ -88,7 +90,7 @@ class Runner:
             # Digests show whether copies of tied parameters are equal on all ranks. With debug="values" an observer
             # compares the copies themselves, before every step.
             digest_copies=lambda: () if options.debug == "values" else copy_digests(session.parameters.copies),
-            one_stream=options.one_stream,
+            copies=copies_for(places.pipeline, session.needs, rule.slices, one_stream=options.one_stream),
             read=options.clock.read,
             num_steps=lambda: self.step_number,
         )

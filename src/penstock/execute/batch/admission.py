@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import PenstockError, PipelineError, StepRefused, warn
 from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.host_to_device import HostToDevice, copies_for, pinned_or_copied
+from penstock.execute.batch.host_to_device import HostToDevice, pinned_or_copied
 from penstock.execute.batch.microbatch import Microbatch, PreSplit, sized, without_data
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.prefetcher import Prefetcher
@@ -93,7 +93,8 @@ class Admission:
     """Returns the weight of a batch among those of all replicas; None where there is one replica."""
     digest_copies: Callable[[], Sequence[CopyDigest]] = tuple
     """Returns the digests of this rank's copies of tied parameters, which change in training steps."""
-    one_stream: bool = False
+    copies: HostToDevice | None = None
+    """Copies what a batch has in the memory of the host; None where the stages compute there."""
     read: Callable[[], float] = time.monotonic
     """The clock that times waits for data."""
     num_steps: Callable[[], int] = lambda: 0
@@ -101,10 +102,6 @@ class Admission:
     _copies: HostToDevice | None = field(init=False)
     _num_admitted: Counter[bool] = field(default_factory=Counter)
     _has_warned: bool = False
-
-    def __post_init__(self) -> None:
-        transport = self.control.places.pipeline
-        self._copies = copies_for(transport, self.needs, self.rule.slices, one_stream=self.one_stream)
 
     def admit(
         self, mode: Mode, call: StepRequest, problem: PenstockError | None = None, **proposed: Any
@@ -177,8 +174,8 @@ class Admission:
 
     def end_copies(self, *, has_failed: bool = False) -> None:
         """Wait until nothing is copied from the batch of a step any more, as `HostToDevice.end` does."""
-        if self._copies is not None:
-            self._copies.end(has_failed=has_failed)
+        if self.copies is not None:
+            self.copies.end(has_failed=has_failed)
 
     def _agree(self, proposal: StepProposal, batch: Batch, values: BatchValues | None) -> tuple[AgreedStep, Batch]:
         """Agree with the ranks of this replica. Raises: StepRefused."""
@@ -269,7 +266,7 @@ class Admission:
         indices = range(self.rule.num_microbatches)
         if not (self.needs.inputs or self.needs.target or self.needs.keywords):
             return self._cut_batch(StepRequest(), Mode.TRAIN)
-        rank, copy = self.control.rank, None if self._copies is None else pinned_or_copied
+        rank, copy = self.control.rank, None if self.copies is None else pinned_or_copied
         context = StreamContext(0, len(indices), mode.is_training, self.num_steps())
         reader = Reader(stream, rank, context, self.rule, self.stream_rules, self.read, copy, self._bind)
         part, slices = reader.begin()
@@ -310,9 +307,9 @@ class Admission:
         ]
         prefetcher = None
         if local_batch.reader is not None:
-            prefetcher = Prefetcher(slices, local_batch.reader, copies=self._copies)
+            prefetcher = Prefetcher(slices, local_batch.reader, copies=self.copies)
         elif any(map(self.needs.on_host, microbatches)):
-            prefetcher = Prefetcher(slices, microbatches=microbatches, copies=self._copies)
+            prefetcher = Prefetcher(slices, microbatches=microbatches, copies=self.copies)
         elif local_batch.consumed_presplits:
             prefetcher = Prefetcher(slices)
         return replace(local_batch, microbatches=microbatches, slices=slices, prefetcher=prefetcher)

@@ -24,7 +24,6 @@ def _as_list(value: Any) -> Any:
 # is a list of one, so that data.files=a.txt will do on a command line.
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(_as_list)]
 Sizes = Annotated[tuple[Positive, ...], Field(strict=False)]
-Stages = Annotated[tuple[NotNegative, ...], Field(strict=False)]
 
 Kept = Literal["none", "full", "selective"]
 """Which activation checkpointing."""
@@ -123,7 +122,7 @@ class PipelineSection(Section):
     which makes no kernels; or one of these two by name"""
     run_ahead: NotNegative = 2
     """on GPUs, computations that may be queued and not ended; 0: the host waits for each message"""
-    offload: Stages = ()
+    offload: Annotated[tuple[NotNegative, ...], Field(strict=False)] = ()
     """stages, as in [0, 1], whose activations wait in the memory of the host until shortly before their backward"""
     messages: Literal["posted", "coalesced", "rendezvous"] = "posted"
     """how messages travel. 'posted': one by one, receives ahead; 'coalesced': those between two computations of a rank
@@ -143,8 +142,7 @@ class ParallelSection(Section):
     look_ahead: NotNegative = 1
     """computations before its first use that a gather of weights starts; 0: right before it"""
     gradients: Literal["sum", "mean"] = "sum"
-    """when gradients are divided by the number of replicas. 'sum': before the backward; 'mean': after their sum, so
-    that fewer are too small for float16"""
+    """'mean': divides by the number of replicas behind the sum of gradients, so that fewer are too small for float16"""
 
     @property
     def sharding(self) -> Sharding:
@@ -208,8 +206,7 @@ class DataSection(SourceKeys):
     """The text and its tokens."""
 
     sources: Annotated[tuple[SourceSection, ...], Field(strict=False)] = ()
-    """several sources in place of data.files: tables with corpus, files, suffixes, column and weight, their share of
-    the sequences"""
+    """several sources in place of data.files: tables with corpus, files, suffixes, column and weight, their share"""
     source: str = ""
     """FILE.py:FUNCTION in place of text: a function of yours, called with those of config, batch_size, length, seed and
     split that it names; it returns an iterable of batches (tokens, target)"""
@@ -318,8 +315,7 @@ class MetricsSection(Section):
     tensorboard: bool = False
     """whether TensorBoard files are written (needs the extra `tensorboard`)"""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases (needs the extra `wandb`): 'offline' writes files into the run folder, which `wandb sync`
-    sends"""
+    """Weights & Biases (extra `wandb`): 'offline' writes files into the run folder, which `wandb sync` sends"""
     wandb_project: str = Field(default="penstock", min_length=1)
     """project of W&B"""
     every: NotNegative = 0
@@ -383,8 +379,7 @@ class DebugSection(Section):
     norms: Literal["off", "local", "all"] = "off"
     """norms of gradients before an update and of weights after it, in debug.log: of a rank's parts, or of all ranks"""
     copies_every: NotNegative = 100
-    """optimizer steps between two after which the ranks compare copies of parameters: of replicas, and tied ones; 0:
-    never"""
+    """optimizer steps after each of which ranks compare copies of parameters, of replicas and tied ones; 0: never"""
 
 
 class Sections(Section):
