@@ -16,6 +16,7 @@ from penstock.ir.operations import IS_COPY
 from tests.emulated.copies import TO_DEVICE, TO_HOST
 from tests.emulated.kernels import slow
 from tests.emulated.pipelines import DRAWING, Cell, expect_equal_training
+from tests.emulated.replicas import train as train_replicas
 from tests.emulated.runtime import RUNTIME
 from tests.emulated.timed_pipelines import host_now_s
 
@@ -161,6 +162,31 @@ CELLS = [
 @pytest.mark.parametrize(("policy", "seed"), [("lazy", 0), ("random", 3)])
 def test_a_training_that_offloads_is_the_cpus_to_the_bit(emulated, cell, policy, seed):
     expect_equal_training(emulated, Cell(**vars(cell) | {"offloads": True}), policy, seed)
+
+
+def replicas_on(rank, num_ranks, kind, options):
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
+    return train_replicas(rank, num_ranks, 2, device, **options)
+
+
+@pytest.mark.feature("H1")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe", "shard": "full", "residency": 1},
+        pytest.param({"schedule": "gpipe", "fails": True}, marks=pytest.mark.slow),
+        pytest.param({"schedule": "zbv", "shard": "optimizer", "one_stream": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_replicas_and_shards_that_offload_train_as_on_the_cpu_without_it(emulated, options):
+    moved = options | {"offload": (0, 1)}
+    found = emulated.run(replicas_on, "emu", moved, num_ranks=4, policy="random", seed=2, timeout_s=110)
+    expected = emulated.run(replicas_on, "cpu", options, num_ranks=4, timeout_s=110)
+
+    for (losses, weights, _), (cpu_losses, cpu_weights, _) in zip(found, expected, strict=True):
+        assert losses == cpu_losses
+        assert all(torch.equal(weights[name], value) for name, value in cpu_weights.items())
 
 
 @pytest.mark.feature("H1")

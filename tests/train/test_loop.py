@@ -76,6 +76,20 @@ def test_the_loss_falls_from_a_guess_and_each_step_has_its_row_with_evaluation_a
     assert {row["num_tokens"] for row in rows} == {64}
 
 
+@pytest.mark.feature("H1")
+def test_a_run_whose_activations_wait_on_the_host_has_the_same_losses(tmp_path, text):
+    pipeline = {"schedule": "gpipe", "microbatches": 4}
+    losses = []
+    for name, offload in (("plain", []), ("moved", [0])):
+        folder = tmp_path / name
+        run(folder, text, pipeline=pipeline | {"offload": offload}, run={"steps": 2})
+        losses.append([row["loss"] for row in rows_of(folder)])
+        timeline = read_recorded_step(folder)
+        assert any("OFFLOAD" in str(row) for row in timeline.program[0]) is bool(offload)
+
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.feature("H7")
 def test_the_folder_holds_all_that_is_promised(finished):
     folder, result, _ = finished
