@@ -80,14 +80,14 @@ def test_the_loss_falls_from_a_guess_and_each_step_has_its_row_with_evaluation_a
 def test_a_run_whose_activations_wait_on_the_host_has_the_same_losses(tmp_path, text):
     pipeline = {"schedule": "gpipe", "microbatches": 4}
     losses = []
-    for name, offload in (("plain", []), ("moved", [0])):
-        folder = tmp_path / name
-        run(folder, text, pipeline=pipeline | {"offload": offload}, run={"steps": 2})
+    for name, offload, one_stream in (("plain", [], False), ("moved", [0], False), ("in order", [0], True)):
+        folder, debug = tmp_path / name, {"one_stream": one_stream}
+        run(folder, text, pipeline=pipeline | {"offload": offload}, run={"steps": 2}, debug=debug)
         losses.append([row["loss"] for row in rows_of(folder)])
         timeline = read_recorded_step(folder)
         assert any("OFFLOAD" in str(row) for row in timeline.program[0]) is bool(offload)
 
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.feature("H7")

@@ -12,6 +12,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.protocol import Transport
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.transports import COALESCED
 from penstock.lowering import lower
 from penstock.models import LayerSpec, embedding_names, saved_shapes
 from penstock.models.decoder import count_target_tokens
@@ -156,13 +157,14 @@ def _prove_plan(config: RunConfig, plan: Schedule | Program) -> None:
     limit, costs, pipeline = memory_limit(config), load_costs(config), config.pipeline
     if limit is not None:
         limit.require_sizes(None if costs is None else costs.activation_bytes, "pipeline.memory_limit")
+    messages = COALESCED.name if config.debug.one_stream else pipeline.messages
     if pipeline.offload:
         try:
-            plan = prove_and_lower(plan, messages=pipeline.messages, offload=pipeline.offload)
+            plan = prove_and_lower(plan, messages=messages, offload=pipeline.offload)
         except ConfigError as error:
             raise ConfigError(error.problem, key=f"pipeline.{error.key}") from error
     activations = None if limit is None or limit.in_bytes else limit
-    check(plan, pipeline.messages, memory_limit=activations)
+    check(plan, messages, memory_limit=activations)
 
 
 def _check_split(config: RunConfig, schedule: Schedule, num_layers: int) -> None:
@@ -307,6 +309,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
         compile=config.pipeline.compile,
         messages=config.pipeline.messages,
         offload=config.pipeline.offload,
+        one_stream=config.debug.one_stream,
         # Random numbers of layers, too, are the same on any number of ranks and replicas. The decoder draws nothing.
         seed=config.run.seed if config.model.place else None,
         **replicas_of(config, device),

@@ -15,5 +15,5 @@ def test_the_options_and_levels_of_the_page_exist():
     keys = set(re.findall(r"`debug\.(\w+) ?=", PAGE))
 
     assert {"ranges", "debug", "overlap", "run_ahead"} <= options
-    assert keys == {"ranges", "log", "level", "norms", "copies_every"} == set(DebugSection.model_fields)
+    assert keys == {"ranges", "log", "level", "norms", "copies_every", "one_stream"} == set(DebugSection.model_fields)
     assert DebugSection.model_fields["level"].annotation.__args__ == DEBUG_LEVELS

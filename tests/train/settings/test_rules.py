@@ -19,6 +19,16 @@ from tests.train.settings.tables import config_with, refusal_of, table_with
             "pipeline.messages",
             "beside debug.level = 'values', which sends a header with each message",
         ),
+        (
+            {"debug": {"one_stream": True, "level": "values"}},
+            "debug.one_stream",
+            "debug.level = 'values' needs them one by",
+        ),
+        (
+            {"debug": {"one_stream": True}, "pipeline": {"messages": "rendezvous"}},
+            "debug.one_stream",
+            "pipeline.messages = 'rendezvous' needs them one by one; drop one",
+        ),
         ({"debug": {"norms": "all"}}, "debug.norms", "'all' is written nowhere; set debug.log = 'info' too"),
         (
             {"batch": {"size": 18}},

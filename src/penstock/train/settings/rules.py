@@ -171,6 +171,9 @@ def _debug_problems(config: Sections) -> Iterator[Problem]:
     debug = config.debug
     if debug.norms != "off" and debug.log == "off":
         yield "debug.norms", f"{debug.norms!r} is written nowhere; set debug.log = 'info' too"
+    if debug.one_stream and (debug.level != "off" or config.pipeline.messages == "rendezvous"):
+        other = f"debug.level = {debug.level!r}" if debug.level != "off" else "pipeline.messages = 'rendezvous'"
+        yield "debug.one_stream", f"true lets messages go in groups, but {other} needs them one by one; drop one"
 
 
 def _pipeline_problems(config: Sections) -> Iterator[Problem]:

@@ -125,8 +125,7 @@ class PipelineSection(Section):
     offload: Annotated[tuple[NotNegative, ...], Field(strict=False)] = ()
     """stages, as in [0, 1], whose activations wait in the memory of the host until shortly before their backward"""
     messages: Literal["posted", "coalesced", "rendezvous"] = "posted"
-    """how messages travel. 'posted': one by one, receives ahead; 'coalesced': those between two computations of a rank
-    together, over one communicator; 'rendezvous': a send waits until its receive is posted"""
+    """'posted': one by one; 'coalesced': in groups, over one communicator; 'rendezvous': sends wait for their receives"""
 
 
 class ParallelSection(Section):
@@ -363,8 +362,7 @@ class ProfileSection(Section):
     """first and last step of the window, counted from 1, as in [100, 105]; empty: no profile. The trace of each rank is
     profile-rankN.json.gz in the run folder"""
     memory: bool = False
-    """whether these traces have allocations, too; on GPUs, also memory-rankN.json.gz, the allocator's blocks at the end
-    of the window"""
+    """whether these traces have allocations, too; on GPUs, also memory-rankN.json.gz, the allocator's blocks at last"""
 
 
 class DebugSection(Section):
@@ -379,7 +377,9 @@ class DebugSection(Section):
     norms: Literal["off", "local", "all"] = "off"
     """norms of gradients before an update and of weights after it, in debug.log: of a rank's parts, or of all ranks"""
     copies_every: NotNegative = 100
-    """optimizer steps after each of which ranks compare copies of parameters, of replicas and tied ones; 0: never"""
+    """optimizer steps between two comparisons of copies of parameters over ranks, tied or of replicas; 0: never"""
+    one_stream: bool = False
+    """whether all that a GPU runs of a step takes turns, to look for faults: the same numbers, and slower"""
 
 
 class Sections(Section):
