@@ -138,6 +138,8 @@ class BatchWeight:
     count: float = 0.0
     """The sum of `count` over its targets, where this rank computes losses; else 0."""
     num_microbatches: int = 0
+    named_counts: Mapping[str, float] = field(default_factory=dict)
+    """The sum of `count` for each named loss, where it returns a dict; `count` above is the sum of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ other ranks with the same bits. Names, types and shares travel with the losses.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple, cast
@@ -47,9 +48,14 @@ class LossExchange:
         reports = cast(list[dict[str, Any]], self._within.all_gather_object(_report(step_losses)))
         main = _main(sorted(row for report in reports for row in report["computed"]), step_losses)
         shares = step_losses.shares if main is None else main.shares
+        named_shares = {name: LossShares(*row) for report in reports for name, row in report["shares"].items()}
+        shares = replace(shares, by_name=named_shares)
         columns = self._named_columns([row for report in reports for row in report["named"]], step_losses, shares)
         results = self._of_job(columns if main is None else {_MAIN: main} | columns)
         loss, losses = results.pop(_MAIN, (None, MicrobatchLosses()))
+        if loss is not None and named_shares:
+            # No shares of the microbatches make this sum of their losses: every named loss has shares of its own.
+            loss = sum((results[name][0] for name in named_shares), start=torch.zeros_like(loss))
         auxiliary_total, _ = results.pop(ALL_TOGETHER, (None, None))
         return StepResult(
             loss=loss,
@@ -76,7 +82,9 @@ class LossExchange:
                 column = columns[name.name]
                 values = [loss + value for loss, value in zip(column.losses, values, strict=True)]
                 dtype = torch.promote_types(column.dtypes[0], dtype)
-            column_shares = step_losses.auxiliary_shares if name.is_auxiliary else shares
+            column_shares = shares.by_name.get(name.name, shares)
+            if name.is_auxiliary:
+                column_shares = step_losses.auxiliary_shares
             columns[name.name] = _Column(values, [dtype] * len(places), column_shares)
         return columns
 
@@ -178,7 +186,8 @@ def _report(step_losses: StepLosses) -> dict[str, object]:
         (name.name, name.is_auxiliary, _DTYPES.index(name.dtype), [(*place, next(exact)) for place in column])
         for name, column in step_losses.named_losses.items()
     ]
-    return {"computed": computed_rows, "named": named_rows}
+    named_shares = {name: (shares.weights, shares.fractions) for name, shares in step_losses.shares.by_name.items()}
+    return {"computed": computed_rows, "named": named_rows, "shares": named_shares}
 
 
 def _by_microbatch(values: Sequence[Any], num_slices: int) -> list[Sequence[Any]]:

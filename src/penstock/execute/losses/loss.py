@@ -2,12 +2,13 @@
 
 The rule: weight = share / total in float64, once per batch. The share of a microbatch is its rows, or the number of
 targets that torch's cross entropy does not ignore (by the weights of their classes, if any), or what `count` says of
-its target; the total is the sum of the shares in microbatch order. Equal sizes give exactly 1/m.
+its target; the total is the sum of the shares in microbatch order. Equal sizes give exactly 1/m. Where `count` returns
+a dict, the rule holds for every named loss by itself, with the counts of its name.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,17 @@ from penstock.execute.losses.output import LossValue
 
 Loss = Callable[..., LossValue]
 """Takes the output and the target of a microbatch. Where it has a keyword-only parameter `weight`, it is told the
-factor in the loss of the batch, by which what it returns is multiplied afterwards."""
-Count = Callable[[Any], float | Tensor]
-"""Takes the target of a microbatch, returns the number of samples or tokens that its loss is the mean of."""
+factor in the loss of the batch, by which what it returns is multiplied afterwards; a dict of factors by name, where
+`count` returns a dict."""
+Count = Callable[[Any], float | Tensor | Mapping[str, float | Tensor]]
+"""Takes the target of a microbatch, returns the number of samples or tokens that its loss is the mean of; or a dict of
+such numbers, one for each loss that the loss function returns by name."""
 Scale = Callable[[Tensor], Tensor]
 """Takes a loss of 0 dimensions where its backward begins, returns it scaled, such as `torch.amp.GradScaler.scale`."""
 
 REDUCTIONS = ("mean", "sum")
+_UNNAMED = ""
+"""Stands in the place of a name for the number of a `count` that returns no dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +46,22 @@ class LossShares:
     """Factor of each slice of each microbatch in the loss of its microbatch; 1 where microbatches are not cut."""
     counts: Sequence[Sequence[float]] | None = None
     """Count of the target of each slice of each microbatch, as `count` said; None without a `count`."""
+    by_name: Mapping[str, "LossShares"] = field(default_factory=dict)
+    """Shares of each named loss, where `count` returns a dict; then the shares above are by the sums of its numbers."""
 
     def factor(self, microbatch: int, slice: int) -> float:
         """Return the factor in the loss of the batch."""
         return self.weights[microbatch] * self.fractions[microbatch][slice]
 
-    def count(self, microbatch: int, slice: int) -> float | None:
-        """Return what `count` said of a target; None without a `count`."""
+    def named_factors(self, microbatch: int, slice: int) -> dict[str, float]:
+        """Return the factor of each named loss in that loss of the batch; empty where all have the same factor."""
+        return {name: shares.factor(microbatch, slice) for name, shares in self.by_name.items()}
+
+    def count(self, microbatch: int, slice: int) -> float | dict[str, float] | None:
+        """Return what `count` said of a target, as numbers; None without a `count`."""
+        if self.by_name:
+            columns = {name: shares.counts for name, shares in self.by_name.items()}
+            return {name: counts[microbatch][slice] for name, counts in columns.items() if counts is not None}
         return None if self.counts is None else self.counts[microbatch][slice]
 
 
@@ -60,6 +74,12 @@ class LossCounts:
     slices: Sequence[Sequence[float]]
     """Number of each slice of each microbatch."""
     is_counted: bool = False
+    by_name: Mapping[str, "LossCounts"] = field(default_factory=dict)
+    """Numbers for each named loss, where `count` returns a dict; then the numbers above are their sums."""
+
+    def totals(self) -> dict[str, float]:
+        """Return the number of the whole batch for each named loss that has numbers of its own."""
+        return {name: sum(counts.microbatches) for name, counts in self.by_name.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +112,24 @@ class LossWeights:
         torch's cross entropy, both count the targets that it is a mean over.
 
         Raises:
-            PipelineError: a count is negative or not finite, or the slices do not count what their microbatch does.
+            PipelineError: a count is negative or not finite, the slices do not count what their microbatch does, or
+                targets are counted under different names.
         """
         if self.count is None:
             sizes = [self._share(microbatch, microbatch.size) for microbatch in microbatches]
             return LossCounts(sizes, [[self._share(part, part.length) for part in row] for row in slices])
         counts = [_counted(self.count, microbatch) for microbatch in microbatches]
         counts_of_slices = [_counted_slices(self.count, *pair) for pair in zip(counts, slices, strict=True)]
-        return LossCounts(counts, counts_of_slices, is_counted=True)
+        return _by_name(counts, counts_of_slices)
 
-    def shares_of(self, counts: LossCounts, job: tuple[float, int] | None = None) -> LossShares:
+    def shares_of(
+        self, counts: LossCounts, job: tuple[float, int] | None = None, job_totals: Mapping[str, float] | None = None
+    ) -> LossShares:
         """Return the factors of all microbatches and of their slices.
 
         All counts zero gives zeros; where nothing is split (no rows), a mean weighs all microbatches the same. With
-        replicas, `job` is what all of them measure together, and how many microbatches they have.
+        replicas, `job` is what all of them measure together, and how many microbatches they have; `job_totals` is
+        what they measure for each named loss.
         """
         total, num_microbatches = (sum(counts.microbatches), len(counts.microbatches)) if job is None else job
         # Where nothing counts, the losses of the slices are shown as they are: not a number.
@@ -113,7 +137,11 @@ class LossWeights:
         weights = self._parts_of(total, num_microbatches, counts.microbatches)
         if not counts.is_counted:
             return LossShares(weights, fractions)
-        return LossShares(weights if total else [0.0] * len(weights), fractions, counts.slices)
+        by_name = {
+            name: self.shares_of(named, job and ((job_totals or {})[name], num_microbatches))
+            for name, named in counts.by_name.items()
+        }
+        return LossShares(weights if total else [0.0] * len(weights), fractions, counts.slices, by_name)
 
     @property
     def of_rows(self) -> "LossWeights":
@@ -130,30 +158,80 @@ class LossWeights:
         return [share / total for share in shares] if total else [1.0 / num_parts] * len(shares)
 
 
-def _counted(count: Count, microbatch: Microbatch) -> float:
+_Numbers = dict[str, float]
+"""What `count` returned for one target, by names of losses; for all together under `_UNNAMED`."""
+
+
+def _counted(count: Count, microbatch: Microbatch) -> _Numbers:
     try:
-        share = float(count(microbatch.target))
+        value: Any = count(microbatch.target)
+        numbers = {
+            name: float(number) for name, number in (value if isinstance(value, Mapping) else {_UNNAMED: value}).items()
+        }
     except Exception as error:
         note_place(error, without_target("count", microbatch.target))
         raise
-    if not (math.isfinite(share) and share >= 0):
+    if not numbers:
         raise PipelineError(
-            f"microbatch {microbatch.index}: count returned {share} for its target; expected a finite number, 0 or "
-            "larger. Count samples or tokens, not losses"
+            f"microbatch {microbatch.index}: count returned an empty dict for its target; expected a number for each "
+            "loss that the loss function returns by name, or one number for all"
         )
-    return share
+    for name, number in numbers.items():
+        if not (math.isfinite(number) and number >= 0):
+            raise PipelineError(
+                f"microbatch {microbatch.index}: count returned {number} for its target{_as_named(name)}; expected a "
+                "finite number, 0 or larger. Count samples or tokens, not losses"
+            )
+    return numbers
 
 
-def _counted_slices(count: Count, total: float, slices: Sequence[Microbatch]) -> list[float]:
+def _counted_slices(count: Count, totals: _Numbers, slices: Sequence[Microbatch]) -> list[_Numbers]:
     if len(slices) == 1:
-        return [total]
-    counts = [_counted(count, part) for part in slices]
-    if not math.isclose(total, sum(counts), rel_tol=1e-9):
-        raise PipelineError(
-            f"microbatch {slices[0].index}: count returned {total:g} for its target, but {counts} for the targets of "
-            "its slices, which is not the same in all; count what the loss of a slice is the mean of, such as tokens"
+        return [totals]
+    numbers_of_slices = [_counted(count, part) for part in slices]
+    for name, total in totals.items():
+        counts = [numbers.get(name, 0.0) for numbers in numbers_of_slices]
+        if not math.isclose(total, sum(counts), rel_tol=1e-9):
+            raise PipelineError(
+                f"microbatch {slices[0].index}: count returned {total:g} for its target{_as_named(name)}, but {counts} "
+                "for the targets of its slices, which is not the same in all; count what the loss of a slice is the "
+                "mean of, such as tokens"
+            )
+    return numbers_of_slices
+
+
+def _by_name(microbatches: Sequence[_Numbers], slices: Sequence[Sequence[_Numbers]]) -> LossCounts:
+    """Put the numbers of all microbatches together for each name, and their sums for all names."""
+    names = list(microbatches[0]) if microbatches else [_UNNAMED]
+    for index, (numbers, numbers_of_slices) in enumerate(zip(microbatches, slices, strict=True)):
+        for part in (numbers, *numbers_of_slices):
+            if part.keys() != set(names):
+                raise PipelineError(
+                    f"microbatch {index}: count returned {numbers_text(part)} for its target or a slice of it, but "
+                    f"{numbers_text(names)} for that of microbatch 0; return a number for each loss that the loss "
+                    "function names, 0 where a target has nothing for it"
+                )
+    by_name = {
+        name: LossCounts(
+            [numbers[name] for numbers in microbatches],
+            [[numbers[name] for numbers in row] for row in slices],
+            is_counted=True,
         )
-    return counts
+        for name in names
+    }
+    if _UNNAMED in by_name:
+        return by_name[_UNNAMED]
+    sums_of_slices = [[sum(numbers.values()) for numbers in row] for row in slices]
+    return LossCounts([sum(numbers.values()) for numbers in microbatches], sums_of_slices, True, by_name)
+
+
+def _as_named(name: str) -> str:
+    return f" as {name!r}" if name else ""
+
+
+def numbers_text(names: Iterable[str]) -> str:
+    """Describe what a `count` returned, by the names in its dict; there are none where it returned a number."""
+    return "a number" if list(names) in ([], [_UNNAMED]) else f"numbers for {listed(list(map(repr, names)))}"
 
 
 def refuse_loss_parameters(loss: Loss | None, layer_params: Iterable[nn.Parameter]) -> None:

@@ -8,10 +8,10 @@ LossOutput(any of these, reported=x)   x is handed to the caller
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,8 @@ class LossParts:
     loss: Tensor
     """The loss, 0-dim, with its graph."""
     named_losses: Mapping[str, Tensor] = field(default_factory=dict)
-    """Named losses, 0-dim and detached, which add up to the loss; empty where the loss function names none."""
+    """Named losses, 0-dim, with their graphs; empty where the loss function names none. Those whose count is not 0 add
+    up to the loss."""
     reported: Any = None
     """The values that the loss function reported, without graph."""
 
@@ -74,14 +75,16 @@ def takes_weight(loss: Callable[..., LossValue]) -> bool:
     return "weight" in parameters and parameters["weight"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def read_loss(value: object, microbatch: int, count: float | None = None) -> LossParts:
+def read_loss(value: object, microbatch: int, count: float | Mapping[str, float] | None = None) -> LossParts:
     """Read what a loss function returned for a microbatch; `count` is what the pipeline's `count` said of its target.
 
     A weight of 0 gives losses of 0, whatever the sum.
 
     Raises:
-        PipelineError: it is none of the forms, or its weight is not the count.
+        PipelineError: it is none of the forms, its weight is not the count, or its names are not those of the count.
     """
+    if isinstance(count, Mapping):
+        return _read_counted_losses(value, microbatch, count)
     if isinstance(value, Tensor):
         return LossParts(scalar_loss(value, microbatch))
     output: Any = value
@@ -93,10 +96,32 @@ def read_loss(value: object, microbatch: int, count: float | None = None) -> Los
         return LossParts(_divided(scalar_loss(output.loss, microbatch), divisor), reported=reported)
     named_losses = {name: _divided(scalar_loss(loss, microbatch, name), divisor) for name, loss in output.loss.items()}
     _require_names(named_losses, microbatch)
-    first, *other_losses = named_losses.values()
-    return LossParts(
-        sum(other_losses, start=first), {name: loss.detach() for name, loss in named_losses.items()}, reported
-    )
+    return LossParts(_sum_of(list(named_losses.values())), named_losses, reported)
+
+
+def _read_counted_losses(value: object, microbatch: int, counts: Mapping[str, float]) -> LossParts:
+    """Read named losses that have counts of their own: means over what is counted under their names."""
+    output = value if isinstance(value, LossOutput) else LossOutput(value)  # type: ignore[arg-type]
+    is_named = isinstance(output.loss, Mapping)
+    names = list(output.loss) if isinstance(output.loss, Mapping) else []
+    if not is_named or set(names) != counts.keys() or output.weight is not None:
+        returned = f"losses named {names}" if is_named else f"a {type(output.loss).__name__}"
+        raise PipelineError(
+            f"microbatch {microbatch}: the loss function returned {returned}"
+            f"{'' if output.weight is None else ' with a weight'}, but count a dict with the names {list(counts)}; "
+            "return a dict with these names, where each loss is the mean over what is counted under its name"
+        )
+    losses = {
+        name: scalar_loss(loss, microbatch, name) for name, loss in cast(Mapping[str, Tensor], output.loss).items()
+    }
+    # The mean of nothing may be NaN, which the sum with the other losses would be, too.
+    counted_losses = [loss for name, loss in losses.items() if counts[name]]
+    loss = _sum_of(counted_losses) if counted_losses else torch.zeros_like(next(iter(losses.values())))
+    return LossParts(loss, losses, detached(output.reported))
+
+
+def _sum_of(losses: Sequence[Tensor]) -> Tensor:
+    return sum(losses[1:], start=losses[0])
 
 
 def scalar_loss(loss: object, microbatch: int, name: str | None = None) -> Tensor:

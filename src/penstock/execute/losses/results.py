@@ -48,8 +48,9 @@ class StepResult:
     """The merged outputs of the last layer, if asked for, on the rank of the last stage (with two routes: of the first
     route's); else None."""
     named_losses: NamedLosses[Tensor] = field(default_factory=NamedLosses)
-    """0-dim, of the whole batch: what the loss function named, each weighted as the loss is, and what layers added to
-    an `AuxiliaryLoss`, before its weight. An auxiliary loss is weighted by rows for a mean, whatever `count` says."""
+    """0-dim, of the whole batch: what the loss function named, each weighted as the loss is (by its own count where
+    `count` returns a dict), and what layers added to an `AuxiliaryLoss`, before its weight. An auxiliary loss is
+    weighted by rows for a mean, whatever `count` says."""
     named_microbatch_losses: NamedLosses[MicrobatchLosses] = field(default_factory=NamedLosses)
     """The same per microbatch in order; 0 where a microbatch has none of that name."""
     total: Tensor | None = None

@@ -16,7 +16,7 @@ from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
 from penstock.execute.losses.ignored import IGNORED, CountedTargets, count_ignored, uneven_targets
-from penstock.execute.losses.loss import Loss, LossCounts, LossShares, LossWeights, Scale, apply_scale
+from penstock.execute.losses.loss import Loss, LossCounts, LossShares, LossWeights, Scale, apply_scale, numbers_text
 from penstock.execute.losses.output import LossName, LossParts, read_loss, takes_weight
 from penstock.execute.values.tree import needing_gradient
 
@@ -69,7 +69,8 @@ class StepLosses:
             self.examine_target(place, target)
         factor = self.shares.factor(*place)
         # A loss function may return several values: the loss, parts of it by name, and what the caller wants reported.
-        parts = self._loss_parts(self.loss, place, outputs, target, factor)
+        named_factors = self.shares.named_factors(*place)
+        parts = self._loss_parts(self.loss, place, outputs, target, named_factors or factor)
         # The loss is copied: several of torch's means, as mse_loss, keep the memory of all elements, and a loss
         # function may add to what it has returned.
         self.computed[place] = parts.loss.detach().clone()
@@ -84,7 +85,12 @@ class StepLosses:
                 f"microbatch {place[0]}: the loss does not depend on the output any more, so nothing would be "
                 "trained; compute it from the output without detach(), item() or no_grad()"
             )
-        return self.root_of(parts.loss, factor)
+        if not (factor and named_factors):
+            return self.root_of(parts.loss, factor)
+        terms = [
+            parts.named_losses[name] * (share * self.num_averaged) for name, share in named_factors.items() if share
+        ]
+        return self._scaled(sum(terms[1:], start=terms[0]))
 
     def note(self, name: LossName, place: MicrobatchKey, loss: Tensor) -> None:
         """Remember a loss by its name; losses of several stages of this rank are added up."""
@@ -98,10 +104,7 @@ class StepLosses:
 
         A weight of 0 means no tokens: such a loss may be NaN, and 0 x NaN would reach every weight.
         """
-        if not factor:
-            return None
-        weighted = loss * (factor * self.num_averaged)
-        return weighted if self.scale is None else apply_scale(self.scale, weighted)
+        return self._scaled(loss * (factor * self.num_averaged)) if factor else None
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of a loss function that is a module; empty for a plain function."""
@@ -111,7 +114,12 @@ class StepLosses:
         """Return the same rules without losses, for forwards that run again."""
         return replace(self, computed={}, named_losses={}, reported={})
 
-    def _loss_parts(self, loss: Loss, place: MicrobatchKey, outputs: Any, target: Any, factor: float) -> LossParts:
+    def _scaled(self, weighted: Tensor) -> Tensor:
+        return weighted if self.scale is None else apply_scale(self.scale, weighted)
+
+    def _loss_parts(
+        self, loss: Loss, place: MicrobatchKey, outputs: Any, target: Any, factor: float | dict[str, float]
+    ) -> LossParts:
         """Call the loss function, which gets `factor` too if it takes a `weight`, and return what it returned."""
         try:
             value = loss(outputs, target, weight=factor) if self.takes_weight else loss(outputs, target)
@@ -149,19 +157,28 @@ class LossMaker:
     def weigh(self, batch: Batch, agreed: AgreedStep) -> BatchWeight:
         """Return the weight of a batch among those of all replicas. Raises: PipelineError, as `count` does."""
         rows, counts = self._last_counts = self._measure(batch, agreed)
-        return BatchWeight(sum(rows.microbatches), sum(counts.microbatches), len(rows.microbatches))
+        return BatchWeight(sum(rows.microbatches), sum(counts.microbatches), len(rows.microbatches), counts.totals())
 
     def of(self, batch: Batch, agreed: AgreedStep) -> StepLosses:
         """Return the losses of a step, which are still to be computed. Raises: PipelineError, as `count` does."""
         (rows, counts), self._last_counts = self._last_counts or self._measure(batch, agreed), None
-        counts_of_job = rows_of_job = None
+        counts_of_job = rows_of_job = named_counts_of_job = None
         if (job := agreed.weight) is not None:
             counts_of_job = job.count, job.num_microbatches
             rows_of_job = job.rows, job.num_microbatches
+            named_counts_of_job = job.named_counts
+            if counts.microbatches and counts.by_name.keys() != job.named_counts.keys():
+                raise PipelineError(
+                    f"count returned {numbers_text(counts.by_name)} for the targets of this replica, but "
+                    f"{numbers_text(job.named_counts)} for those of all replicas; return a number for each loss that "
+                    "the loss function names, 0 where a target has nothing for it"
+                )
         loss = self._loss if agreed.is_training or batch.has_target else None
         weights = self._weights
         self._first_streamed = None
-        shares = NO_SHARES if loss is None or not self._is_last else weights.shares_of(counts, counts_of_job)
+        shares = NO_SHARES
+        if loss is not None and self._is_last:
+            shares = weights.shares_of(counts, counts_of_job, named_counts_of_job)
         return StepLosses(
             len(batch.slices),
             len(batch.slices[0]),

@@ -46,7 +46,7 @@ def agree_across(
         "has_target": agreed.has_target,
         "has_rows": weight.rows > 0,
         "values": list(values),
-        "weight": [weight.rows, weight.count, weight.num_microbatches],
+        "weight": [weight.rows, weight.count, weight.num_microbatches, weight.named_counts],
     }
     reports = control.across(local_report)
     _raise_refusal(reports, None)
@@ -66,6 +66,11 @@ def agree_across(
             sum(batch_weight.rows for batch_weight in weights),
             sum(batch_weight.count for batch_weight in weights),
             sum(batch_weight.num_microbatches for batch_weight in weights),
+            {
+                name: sum(batch_weight.named_counts.get(name, 0.0) for batch_weight in weights)
+                for batch_weight in weights
+                for name in batch_weight.named_counts
+            },
         ),
         most_microbatches=max(batch_weight.num_microbatches for batch_weight in weights),
         has_equal_batches=any(batch_digests[0]) and all(values == batch_digests[0] for values in batch_digests),
