@@ -42,6 +42,7 @@ from tests.support.local_pipelines import (
     values,
     zero,
 )
+from tests.support.mesh_pipelines import on_mesh
 from tests.support.reference import reference_evaluate, reference_step
 
 IN_ORDER = [("sequential", {}), ("gpipe", {}), ("1f1b", {}), ("1f1b", {"warmup": "eager"})]
@@ -618,6 +619,30 @@ def test_a_step_without_a_loss_or_backwards_is_refused_and_an_evaluation_builds_
     Pipeline(layers, "gpipe", 2, square_loss).step(batch, target=values(2, 4, WIDTH))
     assert seen == [False, False, True, True]
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.feature("E16")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"schedule": "zbv"}, "loss: a training step needs a loss; pass loss="),
+        ({"schedule": "forward-only", "loss": square_loss}, "schedule: forward-only has no backwards to train with"),
+    ],
+    ids=["no loss", "no backwards"],
+)
+def test_what_cannot_train_refuses_a_step_on_every_rank_of_every_replica_and_then_evaluates(options, text):
+    layers, batch = float_layers(), values(1, 8, WIDTH)
+
+    def case(places):
+        with Pipeline(float_layers(), microbatches=4, mesh=places, **options) as pipeline:
+            error = error_of(pipeline.step, batch, target=values(2, 8, WIDTH))
+            return error, pipeline.evaluate(batch, return_outputs=True).outputs
+
+    ranks = on_mesh(2, 2, case)
+
+    assert all(type(error) is ConfigError and str(error).startswith(text) for error, _ in ranks)
+    outputs = [outputs for _, outputs in ranks if outputs is not None]
+    assert [torch.equal(found, nn.Sequential(*layers)(batch)) for found in outputs] == [True, True]
 
 
 def test_a_keyword_that_no_layer_of_any_rank_names_is_refused_everywhere():

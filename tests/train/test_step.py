@@ -1,6 +1,7 @@
 """An optimizer step: accumulated, clipped, applied; refused where numbers are not finite."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from penstock.train.settings.sections import OptimizerSection
 from penstock.train.settings.steps import learning_rate_at
 from penstock.train.step import Trainer, mean_loss, scale_over
 from tests.support.local_pipelines import error_of, on_ranks
+from tests.support.mesh_pipelines import on_mesh
 from tests.support.reference import reference_step
 from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers, small_pipeline
 
@@ -52,6 +54,36 @@ def test_the_loss_falls_every_rank_is_told_the_same_and_no_gradient_stays_behind
     assert [outcome.learning_rate for outcome in outcomes] == [
         learning_rate_at(n, OPTIONS, NUM_STEPS) for n in range(1, 9)
     ]
+
+
+@pytest.mark.feature("E10")
+@pytest.mark.parametrize("clip_norm", [0.5, 0.0], ids=["clipped", "not clipped"])
+def test_no_rank_of_any_replica_changes_a_weight_before_all_have_their_gradients(clip_norm):
+    events = []
+
+    def case(places):
+        with small_pipeline(None, small_layers("float64"), mesh=places) as pipeline:
+            trainer = Trainer(pipeline, OPTIONS.model_copy(update={"clip_norm": clip_norm}), num_steps=NUM_STEPS)
+            trainer.update.optimizer.register_step_pre_hook(lambda *call: events.append("update"))
+            tokens, target = random_batch(pipeline.replica)
+            for _ in range(2):
+                pipeline.step(tokens, target=target)
+                if (pipeline.replica, pipeline.rank) == (1, 0):
+                    time.sleep(0.05)
+                events.append("ready")
+                trainer.update.measure()
+                trainer.update.apply(0.01)
+            assert all(parameter.grad is None for parameter in pipeline.parameters())
+            return {name: parameter.detach() for name, parameter in pipeline.named_parameters()}
+
+    weights = on_mesh(2, 2, case)
+
+    # A rank may be in its second step while others still finish the first, but never two optimizer steps ahead.
+    for index in (index for index, event in enumerate(events) if event == "update"):
+        num_updated = events[:index].count("update")
+        assert events[:index].count("ready") >= 4 * (num_updated // 4 + 1)
+    for first, second in zip(weights[:2], weights[2:], strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def steps_and_evaluation(device, place):
