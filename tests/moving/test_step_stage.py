@@ -41,6 +41,16 @@ def test_a_stage_that_ended_its_call_left_no_loss_behind():
     assert stage._step_loss._next is None
 
 
+def test_a_forward_outside_of_a_call_says_what_to_call():
+    stage = begun((torch.ones(()), {}))
+    stage.end()
+
+    error = error_of(stage, features(), microbatch=0)
+
+    assert isinstance(error, PipelineError)
+    assert "stage 1: no forward step is given outside of a call of forward_backward_func" in str(error)
+
+
 def test_data_that_cannot_be_counted_are_told_by_the_forward():
     missing = begun((torch.tensor(1.0), 1, {}), count_tokens=float, data=None)
     broken = begun((torch.tensor(1.0), 1, {}), count_tokens=lambda item: 1 / 0, data=iter([1]))

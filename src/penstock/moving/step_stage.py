@@ -133,7 +133,11 @@ class StepStage(nn.Module):
         StopIteration becomes a PipelineError.
         """
         call = self._call
-        assert call is not None
+        if call is None:
+            raise PipelineError(
+                f"stage {self.place.stage}: no forward step is given outside of a call of forward_backward_func; call "
+                "that function, not a step of its pipeline"
+            )
         if self._failure is not None:
             raise self._failure
         self._set_input(_as_list(received))

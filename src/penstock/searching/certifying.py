@@ -39,12 +39,19 @@ def certify(
     # The result itself: `predicted_s` is None where it does not fit.
     result_s, bound_s = result.objective_s, result.lower_bound_s
     predicted_s = predict_s(result.schedule)
-    assert predicted_s is not None, f"the result of the search does not fit {limit}, or is refused"
-    assert predicted_s == result_s, f"the search found {result_s} s, and its result takes {predicted_s} s"
-    assert bound_s <= result_s * (1 + OPTIMAL_GAP), f"the bound, {bound_s} s, lies above the result, {result_s} s"
+    _require(predicted_s is not None, f"the result of the search does not fit {limit}, or is refused")
+    _require(predicted_s == result_s, f"the search found {result_s} s, and its result takes {predicted_s} s")
+    bound_text = f"the bound, {bound_s} s, lies above the result, {result_s} s"
+    _require(bound_s <= result_s * (1 + OPTIMAL_GAP), bound_text)
     if result.was_interrupted or result.noise is not None:
         return  # families may be left out by then; or the mean chose the result, so without noise one may be shorter
     for family in families_of(costs, result.schedule.num_microbatches):
         family_s = predict_s(family)
         is_shorter = family_s is not None and family_s * (1 + OPTIMAL_GAP) < result_s
-        assert not is_shorter, f"the search found {result_s} s, and {family.name}, which fits, takes {family_s} s"
+        _require(not is_shorter, f"the search found {result_s} s, and {family.name}, which fits, takes {family_s} s")
+
+
+def _require(is_right: bool, problem: str) -> None:
+    # An assert statement would let a wrong result pass under `python -O`.
+    if not is_right:
+        raise AssertionError(problem)
