@@ -7,18 +7,21 @@ steps       the mean step with asynchronous checkpoints over that without, in tu
             a save over the median of the others; a step is during a save if it is one of the `--during` that follow it
 resuming    from the start of the command to the end of the demo's first step after a checkpoint, beyond imports
 slow-disk   a checkpoint of `--gib` on a disk that takes `--bytes-per-s`, while steps go on; as root, with cgroups
+files       a file per rank, as checkpoints have, against a file per layer: the largest share of a rank over the mean
+            share, for the shapes of Llama-3-8B; and the time to write `--mib` of its layers, in turns
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,8 +29,11 @@ import torch
 from on_ranks import become_rank, give_rows, rows_of_ranks
 from torch import nn
 
+from penstock.checkpoints.content import owned_names
+from penstock.checkpoints.shards import write_shard
 from penstock.checkpoints.verification import find_newest
 from penstock.checkpoints.writer import CheckpointWriter
+from penstock.partition.balance import balance
 from penstock.pipeline import Pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,6 +204,68 @@ def save_as_rank(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
     yield {"saved_s": saved_s, "steps": steps}
 
 
+def shapes_by_layer(width: int, hidden: int, vocabulary: int, num_blocks: int) -> list[dict[str, list[int]]]:
+    """Return the shapes of a decoder's weights: embedding, blocks with 4 queries for a key, and norm and head."""
+    block = {
+        **{f"norm{index}": [width] for index in range(2)},
+        **{"q": [width, width], "k": [width // 4, width], "v": [width // 4, width], "o": [width, width]},
+        **{"gate": [hidden, width], "up": [hidden, width], "down": [width, hidden]},
+    }
+    return [{"embedding": [vocabulary, width]}, *[block] * num_blocks, {"norm": [width], "head": [vocabulary, width]}]
+
+
+def largest_share(layers: Sequence[dict[str, list[int]]], replicas: int, *, by_layer: bool) -> tuple[float, int]:
+    """Return the bytes of the rank that saves most over those of the mean, and how many ranks save nothing.
+
+    The layers are on 4 stages, of about as many weights each, under AdamW in float32.
+    """
+    sizes = [sum(map(math.prod, layer.values())) for layer in layers]
+    stages, first = [], 0
+    for count in balance(sizes, 4):
+        stages.append(range(first, first := first + count))
+    num_numbers = {
+        f"{index}.{name}": math.prod(shape) for index, layer in enumerate(layers) for name, shape in layer.items()
+    }
+    if by_layer:
+        num_numbers = {str(index): size for index, size in enumerate(sizes)}
+    descriptions = [
+        {
+            "weights": {
+                name: ("F32", [size]) for name, size in num_numbers.items() if int(name.split(".")[0]) in stage
+            },
+            "state": {
+                name: {"exp_avg": ("F32", [size]), "exp_avg_sq": ("F32", [size])} for name, size in num_numbers.items()
+            },
+        }
+        for _ in range(replicas)
+        for stage in stages
+    ]
+    shares = [sum(num_numbers[name] for name in names) for names in owned_names(descriptions)]
+    return max(shares) / statistics.fmean(shares), shares.count(0)
+
+
+def measure_files(arguments: argparse.Namespace, place: Path) -> None:
+    """Print how evenly ranks write by tensors and by layers, and what it costs to write many files."""
+    llama = shapes_by_layer(4096, 14336, 128256, 32)
+    for replicas in (1, 2, 4, 8, 16):
+        (by_tensor, _), (by_layer, idle) = (largest_share(llama, replicas, by_layer=way) for way in (False, True))
+        print(
+            f"4 stages x {replicas} replicas: the largest share is {by_tensor:.2f} of the mean by tensors, and "
+            f"{by_layer:.2f} by layers, where {idle} ranks write nothing"
+        )
+    size = arguments.mib * 2**20 // 4 // 34
+    tensors = {str(index): torch.randn(size) for index in range(34)}
+    seconds: dict[int, list[float]] = {1: [], 34: []}
+    for _, num_files in itertools.product(range(arguments.turns), seconds):
+        names, begin_s = list(tensors), time.perf_counter()
+        for index in range(num_files):
+            write_shard(place / f"{index}.safetensors", {name: tensors[name] for name in names[index::num_files]})
+        seconds[num_files].append(time.perf_counter() - begin_s)
+    ratios = sorted(many / one for one, many in zip(seconds[1], seconds[34], strict=True))
+    spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+    print(f"{arguments.mib} MiB in 34 files: {statistics.median(ratios):.2f} of the time of one ({spread})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
@@ -207,7 +275,8 @@ def main() -> None:
     parser.add_argument("--during", type=int, default=2)
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--bytes-per-s", type=int, default=20_000_000)
-    parser.add_argument("--only", choices=("steps", "resuming", "slow-disk"))
+    parser.add_argument("--only", choices=("steps", "resuming", "slow-disk", "files"))
+    parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -222,6 +291,8 @@ def main() -> None:
             measure_resuming(Path(folder))
         if arguments.only in (None, "slow-disk"):
             measure_slow_disk(arguments, Path(folder))
+        if arguments.only in (None, "files"):
+            measure_files(arguments, Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Replicas save together: what each writes, and what becomes of an error of one."""
 
+import json
 import shutil
 import threading
 
@@ -49,6 +50,41 @@ def test_every_rank_holds_and_writes_an_equal_share(tmp_path, layout):
     share = sum(sizes) / num_ranks
     assert max(sizes) < 1.1 * share
     assert max(staged) < 1.1 * sum(staged) / num_ranks
+
+
+def hide_all_but(path, names):
+    """Overwrite the bytes of a file's other tensors."""
+    content = bytearray(path.read_bytes())
+    data = 8 + int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8:data]).items():
+        if name != "__metadata__" and name not in names:
+            begin, end = (data + offset for offset in entry["data_offsets"])
+            content[begin:end] = b"\xff" * (end - begin)
+    path.write_bytes(content)
+
+
+@pytest.mark.feature("X30")
+@pytest.mark.parametrize("layout", BOTH, ids=str)
+def test_a_layer_is_read_without_the_files_and_the_bytes_of_others(tmp_path, layout):
+    run(layout, save_of, tmp_path)
+    folder = tmp_path / "step-1"
+    manifest = read_manifest(folder)
+    entries = {name: entry for name, entry in manifest.weights.items() if name.startswith("2.")}
+    for name in entries.keys() & manifest.optimizer.state.keys():
+        entries |= {f"{name}:{key}": entry for key, entry in manifest.optimizer.state[name].tensors.items()}
+    files = {name: folder / entry.file for name, entry in entries.items()}
+    expected = shards.read_files(files, {})
+
+    for path in folder.iterdir():
+        if path not in files.values():
+            path.unlink()
+        else:
+            hide_all_but(path, entries)
+
+    assert len(expected) > 7
+    found = shards.read_files(files, {})
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def train(places, folder, steps, is_first, options):
