@@ -186,6 +186,15 @@ def test_an_optimizer_within_another_is_named_with_it():
         require_loadable(own, saved(name="Outer(SGD)"), names_of(given), "here")
 
 
+def test_state_of_no_parameter_cannot_be_saved():
+    given = parameters()
+    optimizer = torch.optim.SGD(given.values())
+    optimizer.state["all"] = {"steps": 3}
+
+    with pytest.raises(CheckpointError, match="SGD keeps state of 'all', which is no parameter, and is not saved"):
+        optimizer_content(optimizer, names_of(given))
+
+
 @pytest.mark.parametrize(
     ("more", "options", "told"),
     [

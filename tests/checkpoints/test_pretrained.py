@@ -61,6 +61,12 @@ def test_a_tied_weight_exported_once_is_loaded_everywhere(tmp_path, num_ranks):
     assert_equal(found, expected)
 
 
+def save_two_files(folder):
+    (folder / "missing").mkdir()
+    for name in "ab":
+        save_file({name: torch.zeros(1)}, folder / "missing" / f"{name}.safetensors")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -68,6 +74,7 @@ def test_a_tied_weight_exported_once_is_loaded_everywhere(tmp_path, num_ranks):
         (lambda folder: (folder / "missing").write_bytes(pickle.dumps({})), "missing: is no safetensors file"),
         (lambda folder: (folder / "missing").mkdir(), "holds neither weights nor a checkpoint"),
         (lambda folder: torch.save({}, folder / "a.bin"), "It holds a pickle (a.bin), which is not read."),
+        (save_two_files, "holds 0 indices and 2 safetensors files; expected one index, or one file."),
     ],
 )
 def test_what_is_no_weights_is_refused(tmp_path, damage, words):

@@ -102,6 +102,18 @@ def test_a_tensor_that_the_writer_dropped_is_found(folder, part):
     assert "dropped" in found.damaged[0]
 
 
+def test_a_file_of_tensors_that_the_manifest_does_not_list_is_found(folder):
+    written = read_manifest(folder / "step-2")
+    name = written.weights["norm.weight"].file
+    files = {file: entry for file, entry in written.files.items() if file != name}
+    (folder / "step-2" / MANIFEST).write_bytes(manifest_bytes(written.model_copy(update={"files": files})))
+
+    found = find(folder)[0]
+
+    assert found.path == folder / "step-1"
+    assert f"{name}: is not among the files of {folder / 'step-2' / MANIFEST}" in found.damaged[0]
+
+
 def test_all_are_named_where_none_verifies_and_a_folder_without_any_is_refused(folder, tmp_path):
     for step in (1, 2):
         (folder / f"step-{step}" / MANIFEST).unlink()

@@ -141,6 +141,35 @@ def test_a_wait_with_a_limit_ends_with_it(tmp_path, gate):
     assert on_small_pipelines(2, case) == [False, False]
 
 
+def test_a_disk_that_never_answers_is_an_error_on_all_ranks(tmp_path, gate, monkeypatch):
+    def case(pipeline):
+        checkpoints = CheckpointWriter(tmp_path, pipeline)
+        checkpoints.save(1)
+        return error_of(checkpoints.finish)
+
+    monkeypatch.setattr(writer, "longest_s", lambda num_bytes: 0.1)
+    errors = on_small_pipelines(2, case)
+
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert all("a disk took more than 0 s for it. See to it" in str(error) for error in errors)
+
+
+def test_an_index_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path, gate):
+    def case(pipeline):
+        checkpoints = CheckpointWriter(tmp_path, pipeline)
+        checkpoints.save(1)
+        if pipeline.control.rank == 0:
+            next(tmp_path.glob("*.partial")).joinpath(INDEX).mkdir()
+            gate.set()
+        return error_of(checkpoints.finish)
+
+    errors = on_small_pipelines(2, case)
+
+    assert [type(error) for error in errors] == [NotSaved] * 2
+    assert all(f"{INDEX}: cannot be written: Is a directory" in str(error) for error in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.feature("X27")
 def test_a_slow_disk_may_take_longer_than_the_deadline(tmp_path, monkeypatch):

@@ -57,6 +57,15 @@ def test_units_are_of_one_rank_and_make_another_program():
     assert replace(program, units=((0, 1),)).digest() != program.digest()
 
 
+def test_a_tied_group_names_stages_that_there_are_one_of_each_rank():
+    two_per_rank = build("looped-bfs", ranks=2, microbatches=1, stages_per_rank=2)
+
+    with pytest.raises(ScheduleError, match=r"tied group \(0, 2\): the stages are 0\.\.1; name stages among them"):
+        Program.from_schedule(SCHEDULE, tied_groups=((0, 2),))
+    with pytest.raises(ScheduleError, match=r"tied group \(0, 2\): stages 0 and 2 are on rank 0, where they share"):
+        Program.from_schedule(two_per_rank, tied_groups=((0, 2),))
+
+
 @pytest.mark.parametrize("number", [3, program_module._MANY + 1])
 def test_few_rows_are_inserted_as_many_are(number):
     program = Program.from_schedule(build("gpipe", ranks=1, microbatches=8000))

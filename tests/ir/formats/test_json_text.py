@@ -95,6 +95,7 @@ def test_what_is_no_json_is_refused_with_line_and_column(text, line, column):
         (["placement", "style"], "lop", r'placement.style: "lop" is no style; expected line, .* Did you mean .*loop'),
         (["placement", "rank_of_stage", 0], -1, r"placement.rank_of_stage\[0\]: -1 does not fit"),
         (["placement", "routes", 0, 1], "1", r"placement.routes\[0\]\[1\]: \"1\" does not fit"),
+        (["placement", "routes"], [[0]], "placement: .*route"),
         (["ranks"], {}, r"ranks: {} is no list"),
         (["ranks"], [["0F0"]], "ranks: 1 lists; expected 2"),
         (["ranks", 1], "1F0", r'ranks\[1\]: "1F0" is no list'),

@@ -151,6 +151,8 @@ def small():
         ("clock_uncertainty_s", -1.0, "clock_uncertainty_s: expected a finite number, 0 or more"),
         ("layer_weights", [1.0, -1.0, 1.0, 1.0], r"layer_weights\[1\]: expected a finite number, 0 or more"),
         ("version", 2, "version: a newer Penstock wrote version 2; this one reads 1, so update it"),
+        ("version", 0, "version: there is no such version; expected 1"),
+        ("sizes", {"activation": [1, 2]}, r"sizes\.weight_context: this key is missing"),
         ("format", "penstock-schedule", "format: this is no timeline; expected 'penstock-recorded-step'"),
         ("source", "guessed", "source: expected one of untimed, predicted, measured"),
         ("sizes", sizes(static=[1]), r"sizes\.static: 1 entries, but 2 belong there"),

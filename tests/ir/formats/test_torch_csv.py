@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
+from penstock.ir.formats import torch_csv
 from penstock.ir.formats.torch_csv import table_to_csv
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -126,6 +127,13 @@ def test_what_is_no_schedule_is_refused_with_line_and_column(text, line, column,
 
     assert str(caught.value).startswith(f"plan.csv:{line}:{column}: ")
     assert told in str(caught.value)
+
+
+def test_a_text_of_more_cells_than_the_cap_is_refused_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(torch_csv, "MAX_CELLS", 3)
+
+    with pytest.raises(FormatError, match=r"plan\.csv:1:1: the text has more than 3 cells"):
+        Schedule.from_csv("0F0,0F1\n1F0,1F1\n", file="plan.csv")
 
 
 @pytest.mark.parametrize(
