@@ -15,6 +15,7 @@ from penstock.execute.joining import join
 from penstock.execute.transport import LocalTransport
 from tests.execute.test_options import WRONG
 from tests.support.local_pipelines import error_of, float_task, on_ranks, step_task
+from tests.support.mesh_pipelines import on_mesh
 from tests.support.ranks import run_ranks
 
 TASK = float_task(8)
@@ -143,6 +144,15 @@ def test_wrong_options_give_way_to_the_defaults_until_all_ranks_have_heard_of_th
     assert str(error_of(make, ranks=2)) == (
         "ranks: 2, but the pipeline has 1 rank here; start them with torchrun --nproc-per-node 2, or leave it out"
     )
+
+
+def test_a_mesh_goes_without_what_says_otherwise_which_ranks_there_are():
+    def case(places):
+        return error_of(make, mesh=places, transport=LocalTransport.create(1, 1.0)[0], reduce_stage=reduce_nothing)
+
+    for error in on_mesh(1, 2, case):
+        assert type(error) is ConfigError
+        assert "mesh: it goes without a transport and reduce_stage: the mesh says which ranks there are" in str(error)
 
 
 def test_an_error_of_one_rank_alone_ends_the_waits_of_the_others():

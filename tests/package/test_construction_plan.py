@@ -63,6 +63,14 @@ def test_layers_per_stage_that_make_no_schedule_are_refused(options, told):
         assert told in str(error)
 
 
+def test_a_split_goes_without_weights():
+    for error in on_ranks(
+        2, lambda wires: error_of(Pipeline, float_layers(), transport=wires, split=[2, 3], weights=[1] * 5)
+    ):
+        assert type(error) is ConfigError
+        assert "weights: split says already which stage gets how many layers; pass one of the two" in str(error)
+
+
 def test_layers_are_built_when_all_replicas_are_known_to_be_set_up_alike():
     built = []
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.instruction import Op
 from penstock.ir.operations import IS_MESSAGE
+from penstock.ir.program import Program
 from penstock.lowering import Sharding, coalesce_messages, lower, post_receives_late
 from penstock.planning import (
     RecentTables,
@@ -114,6 +115,26 @@ def test_a_program_that_gathers_runs_as_it_is_and_one_that_does_not_is_refused_w
         prove_and_lower(gathers, sharding=Sharding("full", units=((0, 2),)))
     with pytest.raises(ConfigError, match="never gathers stage 0"):
         prove_and_lower(lower(schedule.forward_only()), sharding=full)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (
+            None,
+            {"tied_groups": [(1, 0)]},
+            r"reduces the tied groups \(\), but .* \(\(0, 1\),\); lower its schedule with",
+        ),
+        (None, {"optimizer_step": True}, "has no optimizer step, but .*; lower its schedule with optimizer_step=True"),
+        ("0F0,0B0", {}, "omits the reductions of its gradients; lower its schedule with penstock.lower"),
+    ],
+    ids=["tied groups", "optimizer step", "reductions"],
+)
+def test_a_program_that_does_not_fit_the_model_is_refused_with_two_ways_out(text, options, words):
+    program = lower(build("1f1b", ranks=2, microbatches=2)) if text is None else Program.from_csv(text)
+
+    with pytest.raises(ConfigError, match=rf"schedule: the program .* {words}.*, or give the schedule itself"):
+        prove_and_lower(program, **options)
 
 
 @pytest.mark.feature("C1")

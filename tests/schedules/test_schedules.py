@@ -80,6 +80,7 @@ def test_stages_can_be_given_in_total_or_per_rank():
         ("gpipe", {"slices": 0}, "slices: 0 is below 1"),
         ("seq1f1b", {"slices": 40_000}, "slices: 40000 are too many; at most 32,768 can be numbered, use fewer"),
         ("gpipe", {"ranks": "4"}, "ranks: '4' of type str; give a whole number of 1 or more"),
+        ("gpipe", {"ranks": True}, "ranks: True of type bool; give a whole number of 1 or more"),
         ("gpipe", {"microbatches": None}, "microbatches: None; give"),
         ("gpipe", {"stages_per_rank": -2}, "stages_per_rank: -2 is below 1"),
         ("gpipe", {"stages_per_rank": 2}, "gpipe takes 1 stage per rank, got 2; leave it out, or take a family"),

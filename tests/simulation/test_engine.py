@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.ir import hot
 from penstock.ir.program import Program
 from penstock.lowering import lower
@@ -89,6 +89,13 @@ def test_a_program_that_cannot_run_is_refused(lines, told):
 
     with pytest.raises(ScheduleError, match=f"^stuck: {told}"):
         simulate(program, Costs.uniform())
+
+
+def test_costs_that_add_up_to_more_than_a_number_can_hold_are_refused():
+    huge = Costs.uniform(forward=1e307, backward_input=1e307, backward_weight=1e307)
+
+    with pytest.raises(ConfigError, match="costs: they add up to more seconds than a number can hold; give smaller"):
+        simulate(program_of("gpipe", 2, 16), huge)
 
 
 # Schedules that are not lowered

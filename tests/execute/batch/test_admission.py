@@ -127,6 +127,11 @@ UNFIT = {
         {"num_slices": 2},
         "nothing in the batch has a dimension 1 to cut into 2 slices",
     ),
+    "a target without a sequence": (
+        [((WIDE,), {}, None), ((), {}, torch.arange(2.0))],
+        {"num_slices": 2, "last_ranks": [1]},
+        "has no dimension 1 to cut into slices, so every slice's loss would count all of it",
+    ),
     "a stream and a whole batch of the same rows": (
         [((Stream([(ROWS, ROWS)] * 2),), {}, None), ((ROWS,), {}, ROWS)],
         {"last_ranks": [1]},

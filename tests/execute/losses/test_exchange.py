@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from penstock.errors import PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.losses.exchange import LossExchange
 from penstock.execute.losses.loss import LossShares
 from penstock.execute.losses.output import ALL_TOGETHER, LossName
 from penstock.execute.losses.step_losses import StepLosses
-from tests.support.local_pipelines import on_ranks
+from tests.support.local_pipelines import error_of, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -123,6 +124,15 @@ def test_the_total_has_what_layers_add_and_no_loss_by_that_name_is_reported():
     for result in on_ranks(2, case):
         assert (float(result.loss), float(result.total)) == (4.0, 5.0)
         assert list(result.named_losses) == ["a"]
+
+
+def test_a_name_of_the_loss_function_and_of_a_layer_is_refused_on_every_rank():
+    def case(wires):
+        return error_of(share_named, wires, [("a", wires.rank == 0, 0, 4.0), ("a", wires.rank == 0, 1, 8.0)])
+
+    for error in on_ranks(2, case):
+        assert type(error) is PipelineError
+        assert "both the loss function and an auxiliary loss of a layer are named 'a'; rename one of them" in str(error)
 
 
 @pytest.mark.feature("X35")

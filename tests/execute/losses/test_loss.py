@@ -54,6 +54,34 @@ def test_a_wrong_count_names_its_microbatch_and_one_that_slices_do_not_share_the
         shares_of(LossWeights(count=lambda target: 1), *parts)
 
 
+def test_each_name_of_a_count_has_its_own_shares():
+    targets = [torch.tensor([3, 1]), torch.tensor([1, 0])]
+    microbatches = of_sizes(1, 1, targets=targets)
+    shares = shares_of(
+        LossWeights(count=lambda target: {"a": target[0], "b": target[1]}),
+        microbatches,
+        [[part] for part in microbatches],
+    )
+
+    assert {name: named.weights for name, named in shares.by_name.items()} == {"a": [0.75, 0.25], "b": [1.0, 0.0]}
+    assert shares.weights == [0.8, 0.2]
+    assert (shares.named_factors(1, 0), shares.count(0, 0)) == ({"a": 0.25, "b": 0.0}, {"a": 3.0, "b": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([{}], "microbatch 0: count returned an empty dict"),
+        ([{"a": 1}, {"a": -1}], "microbatch 1: count returned -1.0 for its target as 'a'"),
+        ([{"a": 1}, {"b": 1}], "microbatch 1: count returned numbers for 'b' .* but numbers for 'a' for that of"),
+        ([1, {"b": 1}], "microbatch 1: count returned numbers for 'b' .* but a number for that of microbatch 0"),
+    ],
+)
+def test_counts_that_do_not_fit_each_other_are_refused(values, told):
+    with pytest.raises(PipelineError, match=told):
+        microbatch_weights(of_sizes(*[1] * len(values), targets=values), count=lambda target: target)
+
+
 def test_a_wrong_reduction_is_refused_before_any_step():
     with pytest.raises(ConfigError, match=r"reduction: 'maen'.*Did you mean 'mean'\?"):
         LossWeights("maen")

@@ -129,3 +129,26 @@ def test_a_loss_asks_for_its_factor_by_a_keyword_that_cannot_be_given_by_positio
     asking += [partial(asking[0], weight=1.0)]
 
     assert [takes_weight(loss) for loss in (*asking, *PLAIN)] == [True] * len(asking) + [False] * len(PLAIN)
+
+
+def test_named_losses_that_have_counts_add_up_without_those_that_count_nothing():
+    parts = read_loss({"a": torch.tensor(2.0), "b": torch.tensor(math.nan)}, 3, {"a": 4.0, "b": 0.0})
+    nothing = read_loss({"a": torch.tensor(math.nan)}, 3, {"a": 0.0})
+
+    assert (float(parts.loss), float(nothing.loss)) == (2.0, 0.0)
+    assert list(parts.named_losses) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.tensor(1.0), "a Tensor, but count a dict with the names"),
+        ((torch.tensor(1.0), 2), "a tuple, but count a dict"),
+        ({"a": torch.tensor(1.0)}, r"losses named \['a'\], but count a dict with the names \['a', 'b'\]"),
+        (LossOutput({"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, 4.0), r"losses named \['a', 'b'\] with a weight"),
+        ({"a": torch.ones(2), "b": torch.tensor(1.0)}, r"a tensor of shape \(2,\) and type float32 as 'a'"),
+    ],
+)
+def test_losses_that_do_not_fit_the_names_of_their_counts_are_refused(value, text):
+    with pytest.raises(PipelineError, match=f"microbatch 3: the loss function returned {text}"):
+        read_loss(value, 3, {"a": 4.0, "b": 0.0})

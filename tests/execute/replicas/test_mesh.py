@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import build
 from penstock.errors import ConfigError
@@ -12,6 +13,25 @@ from penstock.execute.replicas.mesh import MeshRanks, read_mesh, require_sizes
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import assert_errors, error_of, float_layers, square_loss
 from tests.support.mesh_pipelines import local_mesh, on_mesh
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (None, "mesh: its dimensions have no names; make it with mesh_dim_names="),
+        (("tensor",), "mesh: the dimension 'tensor' cannot be used yet; the dimensions are 'data' and 'pipeline'"),
+        (("dat",), "mesh: the dimension 'dat' is unknown. Did you mean 'data'?"),
+        (("pipeline",), "mesh: there is no process group; call init_device_mesh on every rank"),
+    ],
+    ids=["no names", "reserved", "unknown", "no group"],
+)
+def test_a_mesh_that_names_no_ranks_is_refused(names, told):
+    mesh = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=names, _init_backend=False, _rank=0)
+
+    error = error_of(Pipeline, float_layers(), loss=square_loss, mesh=mesh)
+
+    assert type(error) is ConfigError
+    assert told in str(error)
 
 
 def test_threads_are_numbered_replica_by_replica():

@@ -295,3 +295,5 @@ def test_what_is_no_module_compiled_or_not_made_yet_is_refused():
         cut(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), ["0"])
     with pytest.raises(ConfigError, match=r"expected an nn\.Module"):
         cut([nn.Linear(2, 2)], ["0"])
+    with pytest.raises(ConfigError, match=r"model: is on the meta device, where '0\.weight' .* pass ps\.cut weights="):
+        cut(nn.Sequential(nn.Linear(2, 2, device="meta")), ["0"])

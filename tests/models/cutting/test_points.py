@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError
-from penstock.models.cutting.points import cut_model
+from penstock.errors import ConfigError, PenstockError
+from penstock.models.cutting.points import cut_model, first_argument
 
 
 class Model(nn.Module):
@@ -72,6 +72,14 @@ def test_a_star_stands_for_one_part_of_a_name():
 def test_points_that_are_none_are_refused(points, words):
     with pytest.raises(ConfigError, match=words):
         cut_model(Model(), points)
+
+
+def test_a_point_that_is_called_without_arguments_is_refused():
+    assert first_argument((), {"hidden": 1, "mask": 2}, nn.Identity()) == (1, (), {"mask": 2})
+    with pytest.raises(
+        PenstockError, match="a Identity is called without arguments; a point takes what came before it"
+    ):
+        first_argument((), {}, nn.Identity())
 
 
 def test_a_module_that_was_compiled_is_no_container():

@@ -44,6 +44,12 @@ def test_a_cost_that_is_negative_or_no_number_is_refused_wherever_it_stands(name
         replace(Costs.uniform(), **{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("replicas", 0), ("replicas", 1.5), ("shards", 0.5)])
+def test_a_number_of_replicas_or_shards_is_whole(name, value):
+    with pytest.raises(ConfigError, match=f"{name}: {value}; expected a whole number, 1 or more"):
+        replace(Costs.uniform(), **{name: value})
+
+
 @pytest.mark.parametrize("name", [name for name in TUPLES if name not in PER_STAGE])
 def test_an_empty_tuple_is_refused(name):
     with pytest.raises(ConfigError, match=rf"{name}.*is empty; give one number for each, or one for all"):

@@ -110,6 +110,7 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(name, told, tmp_path, mo
         ("message_mib = 99999999999999", "message_mib: 1048575.* bytes are more than 72057594037927936; give fewer"),
         ("forward_s = 'fast'", "forward_s: 'fast' is no number"),
         ("forward_s = [[1]]", r"forward_s: \[1\] is no number"),
+        ("forward_s = []", "forward_s: is empty; give one number for each, or one for all"),
         ("message_bytes = 1.5", "message_bytes: 1.5 is not a whole number"),
         ("latency_s = [1, 2]", r"latency_s: \[1, 2\] is no number"),
         ("is_exclusive = 1", "is_exclusive: 1; expected true or false"),
