@@ -48,6 +48,13 @@ def test_characters_that_an_encoding_lacks_are_spelled(monkeypatch):
     assert file.buffer.getvalue() == b"-- 3 us ?\n"
 
 
+def test_bytes_that_cannot_be_read_are_not_spelled():
+    replace_unknown_characters()
+
+    with pytest.raises(UnicodeDecodeError):
+        b"\xff".decode("utf-8", errors="spelled")
+
+
 def test_a_path_to_write_is_free_or_forced_and_never_a_folder(tmp_path):
     (tmp_path / "there").touch()
 

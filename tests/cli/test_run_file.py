@@ -43,3 +43,9 @@ def test_too_few_gpus_are_refused_before_a_folder_is_made_or_a_rank_starts(tmp_p
 
     with pytest.raises(ConfigError, match=r"Choose: .*run\.device='cpu'"):
         run_file.run_on_ranks(Namespace(run_file="run.toml", set=overrides, port=0), [], never, never)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_number_that_is_no_port_is_refused(port):
+    with pytest.raises(ConfigError, match=f"--port: {port} is no port; give a number from 1 to 65535"):
+        run_file.run_on_ranks(Namespace(run_file="run.toml", set=[], port=port), [], None, None)

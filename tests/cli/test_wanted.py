@@ -124,6 +124,8 @@ def test_what_does_not_come_with_penstock_is_proved_and_named_as_it_was_given(ar
         (["mine.csv:warmup=eager"], "warmup: mine.csv is a file, which takes no options; leave out warmup=eager"),
         (["letter.txt"], r"letter\.txt:1:1"),
         (["--function", "mine.py:mien", *SIZE], "no function 'mien'"),
+        (["mine.py", *SIZE], "mine.py is Python, which only --function runs: write --function mine.py:NAME instead"),
+        (["mine.py:mine", *SIZE], "mine.py:mine is Python, .*: write --function mine.py:mine instead"),
         (["--function", "mine.py:mine:odrer=F", *SIZE], "Did you mean 'order'"),
     ],
 )

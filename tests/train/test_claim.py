@@ -10,6 +10,7 @@ import pytest
 
 from penstock.checkpoints.manifest import MANIFEST, Manifest, manifest_bytes
 from penstock.errors import CheckpointError, ConfigError, PenstockError
+from penstock.train import claim
 from penstock.train.claim import Start, claimed, claimed_together, joined
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.folder.run_lock import RunLock
@@ -54,6 +55,13 @@ def checkpoint(folder, *steps):
         path.mkdir(parents=True)
         held = Manifest(penstock="0.1.0", step=step, weights={}, optimizer=None, files={}, **rest)
         (path / MANIFEST).write_bytes(manifest_bytes(held))
+
+
+def test_a_run_whose_folders_are_all_taken_meanwhile_is_refused(base, monkeypatch):
+    monkeypatch.setattr(claim, "_take", lambda choice: None)
+
+    with pytest.raises(PenstockError, match=r"run: other processes took \d+ folders meanwhile; start again"):
+        run_in(base)
 
 
 def contents(folder):

@@ -1,12 +1,13 @@
 """Pipelines join what torchrun started by themselves, share the group, and leave nothing behind."""
 
+import socket
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.errors import ConfigError, DeadlineExceeded, PipelineError
 from penstock.execute.transport.torchrun import DefaultGroup, Launch, backend_for
 from tests.support.page_ranks import free_port, run_script
 from tests.support.pages import environment
@@ -167,6 +168,16 @@ SCRIPTS = {
         """,
     ),
 }
+
+
+def test_a_rank_that_cannot_make_the_group_says_where_it_tried():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        launch = Launch.read(SET | {"RANK": "0", "MASTER_PORT": str(port)})
+        with pytest.raises(
+            PipelineError, match=f"rank 0 of 2 could not join the others at 127.0.0.1:{port} within 1 s"
+        ):
+            DefaultGroup().join(launch, torch.device("cpu"), 1.0)
 
 
 @pytest.mark.slow

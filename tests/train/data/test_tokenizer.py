@@ -97,6 +97,7 @@ def test_a_run_knows_its_tokenizer_file_again(tmp_path):
         (None, "cannot be read: No such file"),
         (b"{}", "is not a tokenizers JSON"),
         (b"\xff", "is not a tokenizers JSON"),
+        (b'{"version":"1.0","added_tokens":[],"model":{"type":"WordLevel","vocab":{},"unk_token":"?"}}', "empty vocab"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):

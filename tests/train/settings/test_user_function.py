@@ -73,6 +73,7 @@ def test_modules_beside_the_file_are_found_and_the_path_is_left_as_it_was(file):
         ("exit(3)", "mine.py:mine", r"mine\.py failed: SystemExit: 3"),
         ("x = 1\ndef f(:", "mine.py:f", r"mine\.py:2:7: not Python"),
         (b"\xff\xfe", "mine.py:f", r"mine\.py:\d+:\d+: not Python"),
+        (b"x = 1\0", "mine.py:f", r"mine\.py:\d+:\d+: not Python: source code .* null bytes"),
     ],
 )
 def test_what_cannot_be_found_or_run_is_refused(file, text, place, told):
