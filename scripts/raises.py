@@ -117,7 +117,9 @@ def run_noting(tests: Sequence[Path], options: Sequence[str], notes: Path) -> No
         paths = [folder, str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {NOTES: str(notes), "PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-m", "pytest", "-q", *options, *map(str, tests)]
-        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    if status > 1:  # 1: a test failed, and yet what it executed counts
+        raise SystemExit(f"pytest ended with status {status}; see what it printed above")
 
 
 def sources_of(folders: Sequence[str]) -> Iterator[Path]:

@@ -72,6 +72,7 @@ def test_a_folder_with_something_in_it_is_written_on_request_only(folder, refuse
         (["none", "out", "--like", "like"], 6, "none: there is no such file or folder; expected weights, or a run"),
         (["own.safetensors", "out", "--like", "."], 1, "--like: .: holds no config.json; give a folder that"),
         (["own.safetensors", "own.safetensors", "--like", "like"], 1, "OUT: own.safetensors is not a folder"),
+        (["own.safetensors", "nowhere/out", "--like", "like"], 1, "OUT: nowhere is not a folder; make it first"),
         (
             ["other.safetensors", "out", "--like", "like"],
             6,

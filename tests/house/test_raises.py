@@ -40,6 +40,7 @@ def test_a_raise_is_listed_and_a_bare_one_is_not(tmp_path):
     assert raises.raises_of(path) == {4: "ValueError('negative')"}
 
 
+@pytest.mark.feature("0.2")
 def test_a_note_is_written_before_a_raise_and_the_lines_stay(monkeypatch):
     noted = []
     monkeypatch.setattr(builtins, raises.NOTE, noted.append, raising=False)

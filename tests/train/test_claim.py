@@ -64,6 +64,16 @@ def test_a_run_whose_folders_are_all_taken_meanwhile_is_refused(base, monkeypatc
         run_in(base)
 
 
+def test_a_lock_that_cannot_be_shared_with_the_ranks_is_refused_and_leaves_nothing(base, monkeypatch):
+    monkeypatch.setattr(RunLock, "share", lambda lock: False)
+
+    error = error_of(run_in, base)
+
+    assert isinstance(error, ConfigError)
+    assert str(base) in str(error)
+    assert not base.exists()
+
+
 def contents(folder):
     paths = sorted(folder.rglob("*"))
     return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in paths}

@@ -146,3 +146,15 @@ def test_no_such_folder_is_one_message_before_any_rank_starts(files, capsys):
     error = capsys.readouterr().err
     assert "model.transformers: none/config.json: cannot be read" in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_folder_of_no_language_model_is_one_message(files, capsys):
+    (files / "unknown").mkdir()
+    (files / "unknown" / "config.json").write_text("{}")
+    settings = ("model.transformers=unknown", "data.tokenizer=bytes", "pipeline.ranks=1")
+
+    assert main(["train", "run.toml", *(f"--set={setting}" for setting in settings)]) == 1
+
+    error = capsys.readouterr().err
+    assert "model.transformers: unknown/config.json: transformers makes no causal language model of it" in error
+    assert len(error.splitlines()) == 1

@@ -5,8 +5,18 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import EndOfData, StepRefused
-from penstock.execute.control.agreement import AgreedStep, Extra, Mode, StepProposal, agree_on_step, digest, refusing
+from penstock.execute.control.agreement import (
+    AgreedStep,
+    Extra,
+    Mode,
+    StepProposal,
+    agree_on_step,
+    digest,
+    refusing,
+    require_cut,
+)
 from penstock.execute.control.collectives import Control
+from penstock.execute.transport.rank_names import RankNames
 from tests.support.local_pipelines import error_of, on_ranks
 
 GIVEN = StepProposal(mode=Mode.TRAIN, inputs=11, target=22, sizes=(2, 2), lengths=(3, 2))
@@ -84,6 +94,17 @@ def test_everything_that_is_proposed_survives_the_exchange():
 
     assert agreements(full, full)[0] == [full, full]
     assert type(agreements(full, full)[0][1].mode) is Mode
+
+
+def test_rows_that_a_rank_would_hand_whole_to_every_microbatch_are_refused_by_that_rank():
+    proposals = [replace(GIVEN, uncut_rows=()), replace(GIVEN, uncut_rows=([4, "an object holds them"], [6, "no"]))]
+    names = RankNames.plain(2)
+
+    with pytest.raises(StepRefused, match=r"rank 1 .*an object holds them") as caught:
+        require_cut(proposals, AgreedStep.of(proposals), names)
+    assert caught.value.rank == 1
+    require_cut(proposals, replace(AgreedStep.of(proposals), sizes=[4]), names)  # one microbatch gets all rows
+    require_cut(proposals, replace(AgreedStep.of(proposals), sizes=[2, 3]), names)
 
 
 def differing(name, values, text):

@@ -45,6 +45,13 @@ def test_a_named_file_is_taken_whatever_its_suffix_and_only_once_and_pipes_are_l
         find_documents([str(tmp_path / "pipe.txt")], [".txt"])
 
 
+def test_files_and_folders_that_vanish_while_they_are_read_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone\.txt.*cannot be read.*No such file"):
+        pieces_of(tmp_path / "gone.txt")
+    with pytest.raises(ConfigError, match=r"gone.*cannot be read.*No such file"):
+        list(corpus._walk(tmp_path / "gone", [".txt"]))
+
+
 @pytest.mark.parametrize("name", ["none.txt", "broken.txt", "nul\0.txt"])
 def test_a_missing_file_is_refused_by_name(tmp_path, name):
     (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")

@@ -137,10 +137,19 @@ def test_an_empty_corpus_and_a_cache_that_cannot_be_created_are_refused_and_leav
         tokenize(documents_of(tmp_path), BYTES, tmp_path / "a.txt" / "cache")
 
 
-def test_a_document_that_changes_between_the_two_readings_is_refused(corpus, tmp_path):
+def test_text_of_which_a_tokenizer_makes_no_token_is_refused_and_leaves_nothing(corpus, tmp_path):
+    nothing = Tokenizer("nothing", 256, lambda content: np.array([], dtype=np.uint32), str, None)
+
+    with pytest.raises(ConfigError, match=r"the corpus is empty: its \d files have no tokens; name files with text"):
+        tokenize(documents_of(corpus), nothing, tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("text", ["other", ""], ids=["other", "shorter"])
+def test_a_document_that_changes_between_the_two_readings_is_refused(corpus, tmp_path, text):
     def encode(content):
         for name in ("a.txt", "b.txt", "c.txt"):
-            (corpus / name).write_text("other")
+            (corpus / name).write_text(text)
         return BYTES.encode(content)
 
     with pytest.raises(ConfigError, match="changed while it was read"):
