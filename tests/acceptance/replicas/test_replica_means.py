@@ -163,3 +163,17 @@ def test_all_ranks_must_be_told_the_same():
 
     for text in on_mesh(2, 2, case):
         assert "disagree on replica_gradients" in text
+
+
+def test_losses_with_counts_of_their_own_are_averaged_too():
+    def losses(output, target):
+        return {"all": square_loss(output, target), "few": square_loss(output[:3], target[:3])}
+
+    def counts(target):
+        return {"all": len(target), "few": min(3, len(target))}
+
+    def gradients(own, inputs, target):
+        own.step(inputs, target=target)
+
+    job = Job([8, 8], loss=losses, options={"count": counts})
+    assert_near(gradients_after(job, "1f1b", gradients, **MEAN), gradients_after(job, "1f1b", gradients))

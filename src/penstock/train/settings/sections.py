@@ -125,7 +125,7 @@ class PipelineSection(Section):
     offload: Annotated[tuple[NotNegative, ...], Field(strict=False)] = ()
     """stages, as in [0, 1], whose activations wait in the memory of the host until shortly before their backward"""
     messages: Literal["posted", "coalesced", "rendezvous"] = "posted"
-    """'posted': one by one; 'coalesced': in groups, over one communicator; 'rendezvous': sends wait for their receives"""
+    """'posted': one by one; 'coalesced': in groups, over one communicator; 'rendezvous': sends wait for receives"""
 
 
 class ParallelSection(Section):
