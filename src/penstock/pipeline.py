@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from penstock.construction import construct
 from penstock.construction_plan import Plan
 from penstock.errors import ConfigError, PenstockError, PipelineError
-from penstock.execute.batch.admission import StepRequest
+from penstock.execute.batch.local_batch import StepRequest
 from penstock.execute.control.agreement import Extra, Mode
 from penstock.execute.joining import join
 from penstock.execute.losses.loss import Loss

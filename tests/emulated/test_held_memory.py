@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.execute.accelerator import allocator_bytes
-from penstock.execute.batch.admission import StepRequest
+from penstock.execute.batch.local_batch import StepRequest
 from penstock.execute.control.agreement import Mode
 from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.rank_memory import Moment, RankMemory

@@ -1,7 +1,7 @@
 """Executes a program on one rank. `runner.py` is the way of a step, in these numbered lines, as its files say too:
 
     1  begin        control/failures.py     after a failed step, all ranks start afresh; position, watchdog
-    2  admit        batch/admission.py      what the caller passes, cut; control/agreement.py: all run the same step
+    2  admit        batch/local_batch.py   a batch, cut; batch/admission.py, control/agreement.py: all run the same step
     3  make a step  step.py                 the data, the losses, the values: all that the step works on
     4  observe      observing/selection.py  what looks at the calls of a step: recorder, ranges, checks, memory
     5  run          run.py                  the loop over bound calls; outputs.py moves the outputs to one rank

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from penstock.errors import ConfigError, PipelineError, StepRefused
 from penstock.execute.accelerator import is_queued
-from penstock.execute.batch.admission import Admission, Batch, StepRequest
+from penstock.execute.batch.admission import Admission
 from penstock.execute.batch.host_to_device import copies_for
+from penstock.execute.batch.local_batch import Batch, BatchCutter, StepRequest
 from penstock.execute.compile.programs import CompiledPrograms
 from penstock.execute.control.agreement import AgreedStep, Extra, Mode
 from penstock.execute.control.collectives import Control, closed_error, refuse_within_step
@@ -79,20 +80,15 @@ class Runner:
         rows_of = {} if throttle is None else {"rows_of": throttle.rows_of}
         self._failures = FailureReporter(places, session.board, self._programs.describe, **rows_of)
         # The admission cuts a batch into microbatches, and lets all ranks agree on the step.
-        rule = options.batch_rule(session.schedule)
+        self._cutter = self._make_cutter()
         self._admission = Admission(
             control,
-            rule,
-            session.needs,
-            stream_rules=options.stream_rules(),
+            self._cutter,
             checks_values=options.check_batches,
             weigh=session.losses.weigh if places.num_replicas > 1 else None,
             # Digests show whether copies of tied parameters are equal on all ranks. With debug="values" an observer
             # compares the copies themselves, before every step.
             digest_copies=lambda: () if options.debug == "values" else copy_digests(session.parameters.copies),
-            copies=copies_for(places.pipeline, session.needs, rule.slices, one_stream=options.one_stream),
-            read=options.clock.read,
-            num_steps=lambda: self.step_number,
         )
         self._exchange = LossExchange(control, device)
         self._auxiliary: list[Auxiliary] = modules_with(layers, Auxiliary)
@@ -104,6 +100,20 @@ class Runner:
         self.recording: Recording | None = None
         """The measurements of the last recorded step, on every rank."""
         log_plan(session.schedule, places.pipeline.rank)
+
+    def _make_cutter(self) -> BatchCutter:
+        places, options, needs = self.session.places, self.session.options, self.session.needs
+        rule = options.batch_rule(self.session.schedule)
+        return BatchCutter(
+            places.pipeline.rank,
+            places.name,
+            rule,
+            needs,
+            options.stream_rules(),
+            copies_for(places.pipeline, needs, rule.slices, one_stream=options.one_stream),
+            options.clock.read,
+            num_steps=lambda: self.step_number,
+        )
 
     def run(self, mode: Mode, call: StepRequest, memory: MemoryWatch | None = None) -> StepResult:
         """Run one step on this rank, and return the losses and, where they were asked for, the outputs.
@@ -159,7 +169,7 @@ class Runner:
                     # used every message that they sent to it, and release the memory of these messages.
                     board.note(len(compiled.rows))
                     self._messenger.finish()
-                    self._admission.end_copies()
+                    self._cutter.end_copies()
                 outputs = merged_outputs(step, options.merge, options.merge_slices, options.slice_dim)
                 # 6. Every rank gets the losses of the last stage.
                 result = self._exchange.share(step.losses)
@@ -269,7 +279,7 @@ class Runner:
             self._messenger.reset()
             self._compilations.forget()
             with suppress(RuntimeError, PipelineError):  # a device that has failed raises here once more
-                self._admission.end_copies(has_failed=True)
+                self._cutter.end_copies(has_failed=True)
             if not isinstance(error, Exception):
                 raise  # an interrupt is the caller's to handle
             raise report from error

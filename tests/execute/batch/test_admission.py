@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, StepRefused
-from penstock.execute.batch.admission import Admission, StepRequest
+from penstock.execute.batch.admission import Admission
 from penstock.execute.batch.cutting import BatchRule
+from penstock.execute.batch.local_batch import BatchCutter, StepRequest
 from penstock.execute.batch.microbatch import ANY_KEYWORD
 from penstock.execute.batch.needs import InputNeeds
 from penstock.execute.batch.stream import Stream
@@ -16,9 +17,13 @@ from penstock.execute.control.collectives import Control
 from tests.support.local_pipelines import error_of, on_ranks
 
 
+def admission_of(wires, rule, needs):
+    return Admission(Control(wires), BatchCutter(wires.rank, f"rank {wires.rank}", rule, needs))
+
+
 def admit(wires, calls, *, keywords=frozenset(), keywords_of_all=frozenset({ANY_KEYWORD}), last_ranks=(), **rule):
     needs = InputNeeds(wires.rank == 0, wires.rank in last_ranks, keywords, keywords_of_all)
-    admission = Admission(Control(wires), BatchRule(**{"num_microbatches": 2} | rule), needs)
+    admission = admission_of(wires, BatchRule(**{"num_microbatches": 2} | rule), needs)
     call = calls[wires.rank]
     return found_by(admission, call if isinstance(call, StepRequest) else StepRequest(*call))
 
@@ -62,7 +67,7 @@ def test_every_rank_knows_the_sizes_and_who_wants_outputs_and_has_the_parts_that
 
 def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters():
     def case(wires):
-        admission = Admission(Control(wires), BatchRule(2), InputNeeds(inputs=True, target=False))
+        admission = admission_of(wires, BatchRule(2), InputNeeds(inputs=True, target=False))
         steps = [(7, 8), (7, 8), (7, 9)]
         return [found_by(admission, StepRequest((ROWS,)), trained=pair[wires.rank]) for pair in steps]
 
@@ -77,7 +82,7 @@ def test_all_ranks_know_by_the_batch_whether_one_of_them_trains_other_parameters
 def on_cpu(wires, call):
     """Admit a batch on ranks that hold both ends, and compute on the CPU."""
     needs = InputNeeds(inputs=True, target=True, device=torch.device("cpu"))
-    return found_by(Admission(Control(wires), BatchRule(2), needs), call)
+    return found_by(admission_of(wires, BatchRule(2), needs), call)
 
 
 def test_a_batch_on_another_device_than_the_stages_is_refused_on_all_ranks():

@@ -45,12 +45,12 @@ def test_a_step_takes_first_what_it_looked_at_asks_for_no_more_and_passes_over_w
 
 def test_a_stream_is_of_one_rank():
     stream = Stream([(torch.ones(2), torch.ones(2))] * 4)
-    stream.begin_step(0, 2, lambda: 0.0)
+    stream.begin_step(0, context(2), READ)
 
     with pytest.raises(
         PipelineError, match="rank 1 was given the stream of rank 0; give each rank a Stream of its own"
     ):
-        stream.begin_step(1, 2, lambda: 0.0)
+        stream.begin_step(1, context(2), READ)
 
 
 def test_a_stream_that_ended_says_so_again_and_again():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from penstock.execute.batch.admission import Batch
+from penstock.execute.batch.local_batch import Batch
 from penstock.execute.batch.microbatch import Microbatch
 from penstock.execute.control.agreement import AgreedStep, BatchWeight, Mode, StepProposal
 from penstock.execute.losses.loss import LossShares, LossWeights

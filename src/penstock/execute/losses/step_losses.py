@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError, warn
-from penstock.execute.batch.admission import Batch
+from penstock.execute.batch.local_batch import Batch
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.control.agreement import AgreedStep, BatchWeight
 from penstock.execute.control.error_notes import note_place, without_target
