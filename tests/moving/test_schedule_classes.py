@@ -1,5 +1,6 @@
 """A class that is written for torch's pipelining, or PiPPy's, becomes a schedule and trains as one process does."""
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.pipelining import schedules as torchs
@@ -127,6 +128,33 @@ def class_that(run):
 def endless(stage):
     while True:
         stage.forward_one_chunk(0, (), {})
+
+
+def by_keyword(stage):
+    for number in range(2):
+        stage.forward_one_chunk(fwd_chunk_id=number, args=(), kwargs={})
+    for number in (1, 0):
+        stage.backward_one_chunk(bwd_chunk_id=number, full_backward=False)
+    for number in (1, 0):
+        stage.backward_weight_one_chunk(bwd_chunk_id=number)
+
+
+def by_position(stage):
+    for number in np.arange(2):
+        stage.forward_one_chunk(number, (), {})
+    for number in np.arange(2)[::-1]:
+        stage.backward_one_chunk(number, None, False)
+    for number in np.arange(2)[::-1]:
+        stage.backward_weight_one_chunk(number)
+
+
+@pytest.mark.parametrize("run", [by_keyword, by_position])
+def test_a_class_says_the_microbatch_by_keyword_or_position_and_as_any_integer(run):
+    schedule = schedule_of_class(class_that(run), ranks=2, microbatches=2)
+
+    assert [" ".join(map(str, row)) for row in schedule] == [
+        f"{rank}F0 {rank}F1 {rank}I1 {rank}I0 {rank}W1 {rank}W0" for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ DeepSpeed's `PipeSchedule` yields instructions, which are read. The schedules of
 PiPPy before it, call their stages, so `_step_microbatches` runs once per rank, on stages that note what they are asked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ _SEVERAL_STAGES = "PipelineScheduleMulti"
 _RUN = "_step_microbatches"
 MAX_PER_MICROBATCH = 3
 """Passes of a stage for one microbatch: a forward, and a backward in one or two parts."""
+_FULL_BACKWARD = 2
+"""The position of `full_backward` among the arguments of torch's `backward_one_chunk`."""
 
 
 def schedule_of_class(schedule: type, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
@@ -115,16 +118,17 @@ class _RecordingStage:
 
     def forward_one_chunk(self, *args: Any, **keywords: Any) -> Tensor:
         """Note a forward; PiPPy's stages count their microbatches themselves, torch's are told the number."""
-        self._note("F", "F", args)
+        self._note("F", "F", args, keywords)
         return torch.zeros(())
 
     def backward_one_chunk(self, *args: Any, full_backward: bool = True, **keywords: Any) -> None:
         """Note a backward, or its part that computes the gradient of the input."""
-        self._note("B", "B" if full_backward else "I", args)
+        is_whole = args[_FULL_BACKWARD] if len(args) > _FULL_BACKWARD else full_backward
+        self._note("B", "B" if is_whole else "I", args, keywords)
 
     def backward_weight_one_chunk(self, *args: Any, **keywords: Any) -> None:
         """Note the part of a backward that computes the gradients of weights."""
-        self._note("W", "W", args)
+        self._note("W", "W", args, keywords)
 
     def get_fwd_recv_ops(self, *args: Any) -> list[Any]:
         return []
@@ -137,7 +141,7 @@ class _RecordingStage:
     scale_grads = perform_reduce_grad = set_local_fwd_input = set_local_bwd_input = clear_runtime_states
     get_local_bwd_output = _prepare_forward_infra = _prepare_backward_infra = clear_runtime_states
 
-    def _note(self, counter: str, kind: str, args: Sequence[Any]) -> None:
+    def _note(self, counter: str, kind: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         count = self._num_passes[counter]
         self._num_passes[counter] += 1
         if sum(self._num_passes.values()) > MAX_PER_MICROBATCH * self._num_microbatches:
@@ -146,8 +150,8 @@ class _RecordingStage:
                 f"{self._num_microbatches} microbatches; let {_RUN}() end",
                 key="schedule",
             )
-        is_told = bool(args) and isinstance(args[0], int)
-        self._row.append(f"{self.stage_index}{kind}{args[0] if is_told else count}")
+        number = args[0] if args else keywords.get("fwd_chunk_id" if counter == "F" else "bwd_chunk_id")
+        self._row.append(f"{self.stage_index}{kind}{number if isinstance(number, Integral) else count}")
 
 
 def _zero_loss(*args: Any, **keywords: Any) -> Tensor:
