@@ -105,3 +105,18 @@ def test_behind_a_batch_that_failed_all_ranks_go_on_with_the_same_items(schedule
         assert isinstance(again, PipelineError)
         assert left == []
     check([found for found, *_ in outcomes], one_process())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_an_evaluation_of_other_data_does_not_hide_what_a_batch_that_failed_has_left(schedule):
+    failing = data(4)
+    failing[1] = failing[1][0], failing[1][1] + VOCABULARY
+
+    def case(engine):
+        items = iter([*failing, *data(8)])
+        error_of(engine.train_batch, items)
+        engine.eval_batch(iter(data(4)))
+        losses = [engine.train_batch(items) for _ in range(2)]
+        return losses, parameters_of(engine), None
+
+    check(on_engines(2, case, optimizer=sgd, lr_scheduler=halving, schedule=schedule), one_process())

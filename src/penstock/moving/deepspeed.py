@@ -4,6 +4,7 @@ docs/moving/deepspeed.md describes what differs, and what can be deleted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -131,7 +132,7 @@ class Engine:
         self.result: StepResult | None = None
         """The result of the last batch's step."""
         self._items: BatchItems | None = None
-        """The items of the last batch; those that it has not pulled, since it failed, are passed over."""
+        """The items of the batch that runs, or of the last one that needed any."""
 
     def __getattr__(self, name: str) -> Any:
         instead = _REPLACEMENTS.get(name, "see the table of the page")
@@ -168,13 +169,14 @@ class Engine:
             PipelineError: on every rank, if the step fails on any, or data end within it.
         """
         self._require_loss()
-        inputs, labels = self._take_batch(self.pipeline, data_iter, Mode.TRAIN)
-        try:
-            self.result = self.pipeline.step(*inputs, target=labels)
-        except PipelineError:
-            if self.optimizer is not None:
-                self.optimizer.zero_grad()  # they hold a part of the batch, and the next batch would add to them
-            raise
+        with _passing_over_failed(self):
+            inputs, labels = self._take_batch(self.pipeline, data_iter, Mode.TRAIN)
+            try:
+                self.result = self.pipeline.step(*inputs, target=labels)
+            except PipelineError:
+                if self.optimizer is not None:
+                    self.optimizer.zero_grad()  # they hold a part of the batch, and the next batch would add to them
+                raise
         if self._clip_norm:
             self.grad_norm = self.pipeline.clip_grad_norm_(self._clip_norm).item()
         self.global_steps += 1
@@ -206,9 +208,10 @@ class Engine:
         if compute_loss:
             self._require_loss()
         pipeline = self._pipeline(num_micro_batches or self.num_microbatches)
-        inputs, labels = self._take_batch(pipeline, data_iter, Mode.EVALUATE, needs_labels=compute_loss)
         wants_outputs = self.is_last_stage() and (return_logits or not compute_loss)
-        self.result = pipeline.evaluate(*inputs, target=labels, return_outputs=wants_outputs)
+        with _passing_over_failed(self):
+            inputs, labels = self._take_batch(pipeline, data_iter, Mode.EVALUATE, needs_labels=compute_loss)
+            self.result = pipeline.evaluate(*inputs, target=labels, return_outputs=wants_outputs)
         if not compute_loss:
             return self.result.outputs
         loss = self.result.losses if reduce_output is None else self.result.loss
@@ -286,8 +289,7 @@ class Engine:
         Where the data are wrong, the step is refused on all ranks.
         """
         is_first, is_last = self.is_first_stage(), self.is_last_stage()
-        if self._items is not None and self._items.data_iter is data_iter:
-            self._items.pass_over()
+        self._items = None
         if not (is_first or is_last) or (data_iter is None and not is_first and not needs_labels):
             return (), None
 
@@ -303,6 +305,17 @@ class Engine:
             pipeline.refuse(error, mode)
         inputs_for_step = (PreSplit(inputs),) if is_first else ()
         return inputs_for_step, PreSplit(labels) if is_last and needs_labels else None
+
+
+@contextmanager
+def _passing_over_failed(engine: Engine) -> Iterator[None]:
+    """Pull what a batch that fails leaves: ranks have pulled different numbers, and go on with the same items."""
+    try:
+        yield
+    except PipelineError:
+        if engine._items is not None:
+            engine._items.pass_over()
+        raise
 
 
 def _weighs_by_labels(pipeline: Pipeline, loss: Any) -> bool:

@@ -24,7 +24,7 @@ class BatchItems(Iterator[Any]):
                 f"rank {rank} holds the first or the last layer and was given {description} for data_iter; pass an "
                 "iterator, made once, off which every batch takes its items"
             )
-        self.data_iter = data_iter
+        self._data_iter = data_iter
         self._rank = rank
         self._num_microbatches = num_microbatches
 
@@ -38,7 +38,7 @@ class BatchItems(Iterator[Any]):
         if self.num_pulled == self._num_microbatches:
             raise StopIteration
         try:
-            item = next(self.data_iter)
+            item = next(self._data_iter)
         except StopIteration:
             raise EndOfData(
                 f"the data of rank {self._rank} ended: a batch takes {self._num_microbatches} items, and "
@@ -58,5 +58,5 @@ class BatchItems(Iterator[Any]):
         """Pull what a batch that failed has left, since all ranks go on with the items behind it."""
         with suppress(Exception):  # the next batch meets the end of the data, or what is wrong with them
             while self.num_pulled < self._num_microbatches:
-                next(self.data_iter)
+                next(self._data_iter)
                 self.num_pulled += 1
