@@ -3,6 +3,7 @@
 import re
 from itertools import count
 
+import numpy as np
 import pytest
 
 import penstock as ps
@@ -229,6 +230,29 @@ def test_an_instruction_of_ones_own_is_refused_by_name_unless_it_is_a_kind_of_a_
         schedule_of(steps_that(lambda: iter([[ForwardPas()]])))
 
 
+def test_a_schedule_of_two_stages_per_rank_is_refused_by_what_takes_its_place():
+    class CommitP2P(instructions.PipeInstruction):
+        """An instruction of DeepSpeed's DualPipeVSchedule."""
+
+    with pytest.raises(ConfigError, match=r"CommitP2P is of schedules with two stages per rank.* \"dualpipe-v\""):
+        schedule_of(steps_that(lambda: iter([[CommitP2P()]])))
+
+
+def test_buffers_are_numbered_by_any_integer():
+    class Mine(class_of(*TRAINS)):
+        def steps(self):
+            for step in super().steps():
+                yield [
+                    type(each)(buffer_id=np.int64(each.buffer_id)) if hasattr(each, "buffer_id") else each
+                    for each in step
+                ]
+
+        def num_pipe_buffers(self):
+            return np.int64(1)
+
+    assert schedule_of(Mine, 2, 1).num_actions == 4
+
+
 @pytest.mark.parametrize("number", [0, "2", None])
 def test_buffers_that_cannot_be_counted_are_refused(number):
     class Mine(Halves):
@@ -244,6 +268,7 @@ def test_buffers_that_cannot_be_counted_are_refused(number):
     [
         ({"slices": 2}, "slices: 2, but Halves is a class that runs whole microbatches"),
         ({"num_stages": 4}, "Halves has one stage per rank, got 2 here"),
+        ({"schedule": Halves(4, 2, 0)}, r"of type Halves; expected a name, .* or a class, not an object of one"),
         ({"schedule": int}, r"int has neither steps\(\) of DeepSpeed's PipeSchedule nor _step_microbatches\(\)"),
     ],
 )

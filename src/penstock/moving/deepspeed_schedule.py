@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
+from numbers import Integral
 from typing import Any, NoReturn
 
 from penstock.errors import ConfigError, described, nearest
@@ -210,9 +211,9 @@ class _StageReader:
     def read(self, schedule: Any) -> None:
         """Follow all instructions of this stage. Raises: ConfigError."""
         num_buffers = schedule.num_pipe_buffers()
-        if not isinstance(num_buffers, int) or num_buffers < 1:
+        if not isinstance(num_buffers, Integral) or int(num_buffers) < 1:
             self.fail(f"num_pipe_buffers() returned {num_buffers!r}; expected a whole number, 1 or larger")
-        self._buffers = [_Buffer() for _ in range(num_buffers)]
+        self._buffers = [_Buffer() for _ in range(int(num_buffers))]
         # Steps may be empty while a stage waits for others, so their number is limited by the work of all stages.
         most_instructions = MAX_PER_MICROBATCH * self.num_microbatches + len(_AT_THE_END)
         most_steps = MAX_STEPS_PER_INSTRUCTION * self.num_stages * most_instructions
@@ -264,16 +265,21 @@ class _StageReader:
         if name in _AT_THE_END:
             self._end_instruction = self._end_instruction or name
             return
+        if name == "CommitP2P":
+            self.fail(
+                f"{name} is of schedules with two stages per rank, which are not read; of DeepSpeed's "
+                'DualPipeVSchedule, give the name "dualpipe-v"'
+            )
         if name not in _BUFFER_HANDLERS:
             known_names = [*_BUFFER_HANDLERS, *_AT_THE_END]
             self.fail(f"{name} is no instruction; known: {', '.join(known_names)}.{nearest(name, known_names)}")
         number = getattr(instruction, "buffer_id", None)
         self._instruction = f", step {self.num_steps}, {name}(buffer_id={number})"
-        if not isinstance(number, int) or not 0 <= number < len(self._buffers):
+        if not isinstance(number, Integral) or not 0 <= int(number) < len(self._buffers):
             self.fail(f"there are {len(self._buffers)} buffers, by num_pipe_buffers(), numbered from 0")
         if self._end_instruction:
             self.fail(f"{self._end_instruction} comes before it; a batch ends with one, behind its last backward")
-        _BUFFER_HANDLERS[name](self, self._buffers[number])
+        _BUFFER_HANDLERS[name](self, self._buffers[int(number)])
 
 
 def _load(reader: _StageReader, buffer: _Buffer) -> None:

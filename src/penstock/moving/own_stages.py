@@ -7,13 +7,14 @@ every one of its stages, and both copies of part k of the model have the names o
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from penstock.errors import ConfigError, PartitionError
+from penstock.errors import ConfigError, PartitionError, described
 from penstock.execute.joining import Joined, join
 from penstock.execute.losses.loss import Loss
 from penstock.execute.options import refuse_unknown
@@ -91,6 +92,12 @@ class PipelineMaker:
         """
         if isinstance(schedule, type):
             schedule = self._schedule_of_class(schedule, microbatches, stages_per_rank)
+        if not isinstance(schedule, (str, PathLike, Schedule, Program)):
+            raise ConfigError(
+                f"{described(schedule)}; expected a name, a Schedule, the path of a file, or a class, not an object of "
+                "one",
+                key="schedule",
+            )
         is_name = is_family_name(schedule)
         family_options = dict(self.joined.family_options)
         if is_name:
