@@ -102,3 +102,14 @@ def test_a_forward_that_fails_is_stopped_too():
         assert isinstance(error, PipelineError)
     assert timers[1].log == ["start forward-compute", "stop forward-compute"]
     assert not timers[0].running
+
+
+def test_timers_of_the_first_releases_take_a_name_alone():
+    class OldTimers(Timers):
+        def __call__(self, name):
+            return super().__call__(name, log_level=2)
+
+    timers = [OldTimers(), OldTimers()]
+    timed("1f1b", timers)
+
+    assert [own.count("forward-compute") for own in timers] == [4, 4]

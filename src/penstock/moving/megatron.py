@@ -120,7 +120,8 @@ class ForwardBackward:
         call = StepCall(forward_step_func, [], call_number, forward_only, collect_non_loss_data)
         problem: ConfigError | None = None
         scale_loss = getattr(optimizer, "scale_loss", None)
-        self._scale_loss, self._timers.timers = scale_loss, timers
+        self._scale_loss = scale_loss
+        self._timers.use(timers)
         try:
             _require_number(number)
             _require_timers(timers)

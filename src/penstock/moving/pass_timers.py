@@ -1,5 +1,6 @@
 """Megatron-LM's timers around every pass: `timers("forward-compute", log_level=2).start()`, and `.stop()` behind it."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ from penstock.ir.operations import IS_COMPUTE, OPERATIONS, At, Op, Read, Value
 from penstock.ir.program import Program
 
 Timers = Callable[..., Any]
-"""Called with a name and a log_level, returns an object with `start()` and `stop()`."""
+"""Called with a name, and a log_level where it takes one, returns an object with `start()` and `stop()`."""
 TAKES_INPUTS = np.array([Read(Value.OUTPUT, At.UPSTREAM) in OPERATIONS[op].reads for op in Op])
 """Per operation, whether it is a first forward, which takes what the stage before has made."""
 LOG_LEVEL = 2
@@ -24,6 +25,12 @@ class PassTimers(Observer):
 
     timers: Timers | None = None
     """The timers of the last call; None where it has none."""
+    _takes_log_level: bool = True
+
+    def use(self, timers: Timers | None) -> None:
+        """Take the timers of a call. Those of Megatron-LM's first releases take a name alone."""
+        self.timers = timers
+        self._takes_log_level = not callable(timers) or _takes_log_level(timers)
 
     def around(self, program: Program, bound: Bound) -> Around | None:
         op = int(program.op[bound.row])
@@ -36,9 +43,17 @@ class PassTimers(Observer):
         if self.timers is None:
             yield
             return
-        timer = self.timers(name, log_level=LOG_LEVEL)
+        timer = self.timers(name, log_level=LOG_LEVEL) if self._takes_log_level else self.timers(name)
         timer.start()
         try:
             yield
         finally:
             timer.stop()
+
+
+def _takes_log_level(timers: Timers) -> bool:
+    try:
+        parameters = inspect.signature(timers).parameters.values()
+    except (TypeError, ValueError):  # a built-in may have no signature
+        return True
+    return any(parameter.name == "log_level" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
