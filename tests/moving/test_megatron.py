@@ -470,6 +470,23 @@ def test_what_would_scale_twice_or_time_nothing_is_refused_on_all_ranks(options,
         assert text in str(error)
 
 
+@pytest.mark.parametrize("has_groups", [[True, True], [False, True]])
+def test_groups_of_other_pipelines_are_refused_on_all_ranks(has_groups):
+    def case(call, part):
+        groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 4)) if has_groups[part.stage] else None
+        error = error_of(run, call, part, microbatches(2), pg_collection=groups)
+        right_groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2))
+        return error, len(run(call, part, microbatches(2), pg_collection=right_groups))
+
+    outcomes = on_parts(case)
+
+    text = (
+        "pg_collection: its pp has 4 ranks, but this pipeline 2; give get_forward_backward_func(group=...) that group"
+    )
+    assert_errors([error for error, _ in outcomes], StepRefused, text)
+    assert [number for _, number in outcomes] == [0, 2]
+
+
 def test_arguments_that_do_not_fit_are_refused():
     def call(**given):
         usual = {"forward_step_func": forward_step, "data_iterator": None, "model": Part(0, 1), "num_microbatches": 2}

@@ -131,7 +131,9 @@ class ForwardBackward:
             self._refuse_other_shards(self._key(models, call_number))
         except ConfigError as error:
             problem = error  # all ranks raise it together in `_run_batch`; else the other ranks would wait for this one
-        return self._run_batch(self._pipeline_for(models, call.num_microbatches, problem), call, problem)
+        pipeline, stages = self._pipeline_for(models, call.num_microbatches, problem)
+        problem = problem or _problem_of_groups(unneeded.get("pg_collection"), pipeline.schedule.num_ranks)
+        return self._run_batch((pipeline, stages), call, problem)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -287,6 +289,18 @@ def _refuse_unknown_arguments(unneeded: Iterable[str], call: StepCall) -> None:
         raise ConfigError(
             "works with forward_only=True alone: without a loss there is no backward", key="collect_non_loss_data"
         )
+
+
+def _problem_of_groups(pg_collection: Any, num_ranks: int) -> ConfigError | None:
+    """Return what is wrong where Megatron's groups are for other pipelines than the one that runs."""
+    pp_size = getattr(getattr(pg_collection, "pp", None), "size", None)
+    if not callable(pp_size) or pp_size() == num_ranks:
+        return None
+    return ConfigError(
+        f"its pp has {pp_size()} ranks, but this pipeline {num_ranks}; give get_forward_backward_func(group=...) that "
+        "group, or mesh=",
+        key="pg_collection",
+    )
 
 
 def _iterators_of_models(data_iterator: Any, num_models: int) -> list[Any]:
