@@ -67,17 +67,25 @@ class Programs:
     def of(self, mode: Mode, num_microbatches: int, most_microbatches: int) -> Program:
         """Return the program of a mode for the microbatches of this replica; `most_microbatches` is of all replicas.
 
-        Only an evaluation may have fewer microbatches than the schedule. Then the program gathers sharded weights as
-        often as that of the replica with the most microbatches, since a gather is a collective of all replicas.
+        An evaluation may have fewer microbatches than the schedule. Then the program gathers sharded weights as often
+        as that of the replica with the most microbatches, since a gather is a collective of all replicas. Where their
+        number follows from their size, each number has a schedule of its own.
+
+        Raises:
+            ScheduleError, ConfigError: there is no such schedule, or no memory for it.
         """
         schedule = self._plan.schedule
         match mode:
-            case Mode.TRAIN:
+            case Mode.TRAIN if num_microbatches == schedule.num_microbatches:
                 return self.training
+            case Mode.TRAIN:
+                return self._lowered(self._plan.schedule_of(num_microbatches))
             case Mode.TRAIN_SPLIT:
-                return self._lowered(with_split_backwards(schedule))
+                return self._lowered(with_split_backwards(self._plan.schedule_of(num_microbatches)))
         if most_microbatches < schedule.num_microbatches:
             program = self._lowered(schedule.forward_only().first_microbatches(most_microbatches))
+        elif most_microbatches > schedule.num_microbatches:
+            program = self._lowered(self._plan.schedule_of(most_microbatches).forward_only())
         else:
             program = self.training if self.training.is_forward_only else self._lowered(schedule.forward_only())
         return program if num_microbatches == most_microbatches else program.first_microbatches(num_microbatches)

@@ -1,6 +1,7 @@
 """The plan of one rank, made before it hears of the others: what runs, and with which of its layers."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -93,7 +94,11 @@ class Plan:
                     raise ConfigError(f"goes without {name}, which says the number of stages too", key=LAYERS_PER_STAGE)
             num_ranks = joined.transport.num_ranks
             stages_per_rank = count_stages_per_rank(schedule, len(self.layers), options.layers_per_stage, num_ranks)
-        self.orders = _resolved_schedule(joined, schedule, microbatches, stages_per_rank)
+        if options.microbatch_size is not None:
+            _require_following_number(schedule, microbatches)
+        make_orders = partial(_resolved_schedule, joined, schedule, stages_per_rank=stages_per_rank)
+        self._make_orders = make_orders if is_family_name(schedule) else None
+        self.orders = make_orders(microbatches)
         self.schedule: Schedule = self.orders.actions()
         # Split the layers into stages by their weights, which are relative costs, or as `split` says.
         require_split(split)
@@ -127,6 +132,23 @@ class Plan:
         )
         return self
 
+    def schedule_of(self, num_microbatches: int) -> Schedule:
+        """Return the schedule for a number of microbatches that a batch makes by their size.
+
+        Raises:
+            ConfigError: its family has none, or places its stages otherwise then, or splits other backwards.
+        """
+        if num_microbatches == self.schedule.num_microbatches or self._make_orders is None:
+            return self.schedule
+        schedule = self._make_orders(num_microbatches).actions()
+        if schedule.placement != self.schedule.placement or schedule.split_stages != self.schedule.split_stages:
+            raise ConfigError(
+                f"{num_microbatches} of them make {schedule.name} another schedule than the pipeline was made for: "
+                "stages are in other places, or other backwards in two parts; make a pipeline for this number",
+                key="microbatches",
+            )
+        return schedule
+
     def setup(self) -> dict[str, str | None]:
         """Return the settings of this rank that must be equal on all ranks, as texts, for the ranks to compare.
 
@@ -142,6 +164,7 @@ class Plan:
             "loss": describe_function(self.loss),
             "reduction": options.reduction,
             "count": describe_function(options.count) if self.computes_losses else None,
+            "microbatch_size": str(options.microbatch_size),
             "scale_loss": describe_scale(options.scale_loss),
             "allow_ragged": str(options.allow_ragged),
             "specs": describe_specs(options.specs),
@@ -199,8 +222,20 @@ def _sharding(joined: Joined, options: PipelineOptions, device: torch.device) ->
     return sharding
 
 
+def _require_following_number(schedule: ScheduleLike, microbatches: int | None) -> None:
+    """Refuse a size of microbatches beside their number, which follows from it. Raises: ConfigError."""
+    if microbatches is not None:
+        raise ConfigError("goes without microbatches, whose number follows from it", key="microbatch_size")
+    if not is_family_name(schedule):
+        raise ConfigError(
+            "goes with the name of a family, which has a schedule for every number of microbatches; a schedule that is "
+            "given whole has one number",
+            key="microbatch_size",
+        )
+
+
 def _resolved_schedule(
-    joined: Joined, schedule: ScheduleLike, microbatches: int | None, stages_per_rank: int | None
+    joined: Joined, schedule: ScheduleLike, microbatches: int | None, *, stages_per_rank: int | None
 ) -> Schedule | Program:
     """Return the schedule or program that the user means by a name, a file or an object, for the ranks at hand.
 

@@ -220,7 +220,7 @@ class Pipeline(ModelPart):
         memory = MemoryWatch(self.stages, self.device, optimizer, queue, parameters)
         mode = self._training_mode(split_backwards=split_backwards)
         result = self._runner.run(mode, StepRequest(args, kwargs, target, extra=Extra.MEMORY), memory)
-        number = self.schedule.num_microbatches
+        number = len(result.losses)
         program, layers = self._session.program_of(mode, number, number), self.layers_of_stage
         predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self.options.is_sharded else 1)
         return gather_memory(self.transport, memory, result, predict)

@@ -76,6 +76,8 @@ class PipelineOptions:
     """How messages travel: "posted" one by one, receives ahead of their use; "coalesced": those between two
     computations of a rank together, over one communicator instead of two, and none ahead; "rendezvous": a send waits
     until its receive is posted. The program is proved for it."""
+    microbatch_size: int | None = None
+    """Rows of a microbatch, in place of `microbatches`: each batch is cut into as many as its rows make."""
     layers_per_stage: int | None = None
     """How many layers a stage has, in the mean, in place of `stages_per_rank`: so many stages there are."""
     variable_shapes: bool = False
@@ -179,6 +181,8 @@ class PipelineOptions:
         # Numbers in ranges, in most cases with None for no limit.
         is_seed = self.seed is None or (is_whole_number(self.seed, 0) and self.seed <= _MAX_SEED)
         require("seed", self.seed, is_seed, "a whole number from 0 to 2**63 - 1, or None")
+        is_number = self.microbatch_size is None or is_whole_number(self.microbatch_size, 1)
+        require("microbatch_size", self.microbatch_size, is_number, "1 or more rows, or None")
         is_number = self.layers_per_stage is None or is_whole_number(self.layers_per_stage, 1)
         require("layers_per_stage", self.layers_per_stage, is_number, "1 or more layers, or None")
         is_limit = self.run_ahead is None or is_whole_number(self.run_ahead, 1)
@@ -260,6 +264,7 @@ class PipelineOptions:
             self.specs,
             self.slice_dim,
             self.slice_specs,
+            self.microbatch_size,
         )
 
     def stream_rules(self) -> StreamRules:

@@ -113,6 +113,7 @@ class Runner:
             copies_for(places.pipeline, needs, rule.slices, one_stream=options.one_stream),
             options.clock.read,
             num_steps=lambda: self.step_number,
+            require_program=self._programs.of,
         )
 
     def run(self, mode: Mode, call: StepRequest, memory: MemoryWatch | None = None) -> StepResult:

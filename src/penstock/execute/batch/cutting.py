@@ -16,7 +16,7 @@ from penstock.execute.batch.holders import rows_within
 from penstock.execute.batch.input_graphs import refuse_shared_graphs
 from penstock.execute.batch.leaves import SAMPLES, SEQUENCE, Leaf, Mark, leaf_along, marking
 from penstock.execute.batch.microbatch import BatchSpec, Microbatch, PreSplit, Replicate, Split
-from penstock.execute.batch.sizes import even_sizes, leading_rows, other_rows, require_equal, rows_of
+from penstock.execute.batch.sizes import count_parts, even_sizes, leading_rows, other_rows, require_equal, rows_of
 from penstock.execute.values.block_masks import is_block_mask
 from penstock.execute.values.layouts import leaf_text
 from penstock.execute.values.tree import CONSTANTS, flatten
@@ -37,6 +37,8 @@ class BatchRule:
     specs: BatchSpec | None = None
     slice_dim: int = 1
     slice_specs: BatchSpec | None = None
+    microbatch_size: int | None = None
+    """Rows of a microbatch, from which their number follows where a batch has rows; None: the number is given."""
     takes_any_size: bool = False
     """Whether rows need not divide evenly, and make fewer microbatches where they are fewer: for evaluations."""
 
@@ -59,8 +61,9 @@ class BatchRule:
         marked_values = list(_marked_values(batch, self.specs))
         leaves = [leaf_along(SAMPLES, place, value, mark, 0) for _, place, value, [mark] in marked_values]
         sizes = self._sizes(leaves) or [0] * self.num_microbatches  # rows of each microbatch
-        # An evaluation of few rows makes fewer microbatches. `rows_of` then refuses a PreSplit with more parts.
-        for leaf in leaves if len(sizes) < self.num_microbatches else ():
+        # An evaluation of few rows makes fewer microbatches, and a size may make any number. `rows_of` then refuses a
+        # PreSplit of another number.
+        for leaf in leaves if len(sizes) != self.num_microbatches else ():
             rows_of(leaf, len(sizes))
         # An object that cannot be cut would go whole to every microbatch, so it must not hold rows of the batch. A
         # batch without rows is not examined: an empty tensor in such an object would seem to hold them.
@@ -125,6 +128,11 @@ class BatchRule:
         require_equal(SAMPLES, presplits)
         if not presplits:
             return self._even_sizes(*tensors[0]) if tensors else []
+        if self.microbatch_size:
+            raise PipelineError(
+                f"{presplits[0][0].place} is a PreSplit, whose parts have sizes of their own, beside microbatch_size = "
+                f"{self.microbatch_size}; pass tensors, or give the pipeline microbatches="
+            )
         sizes = list(presplits[0][1])
         if tensors and not self._may_be_cut(*tensors[0], sizes, leads=isinstance(leading_rows(measured), tuple)):
             raise other_rows(presplits[0], tensors[0])
@@ -139,10 +147,13 @@ class BatchRule:
         return can_be_cut and sizes == self._even_sizes(leaf, num_rows)
 
     def _even_sizes(self, leaf: Leaf, num_rows: int) -> list[int]:
+        is_ragged = self.allow_ragged or self.takes_any_size
         num_parts = self.num_microbatches
+        if self.microbatch_size:
+            num_parts = count_parts(leaf, self.microbatch_size, SAMPLES, is_ragged)
         if self.takes_any_size:
             num_parts = max(1, min(num_parts, num_rows))
-        return even_sizes(leaf, num_parts, SAMPLES, self.allow_ragged or self.takes_any_size)
+        return even_sizes(leaf, num_parts, SAMPLES, is_ragged)
 
     def _sequence_leaf(self, root: str, place: str, value: Any, batch_mark: Mark, mark: Mark) -> Leaf:
         if mark is None and isinstance(batch_mark, Replicate):

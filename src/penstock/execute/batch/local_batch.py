@@ -78,6 +78,8 @@ class BatchCutter:
     """The clock that times waits for data."""
     num_steps: Callable[[], int] = lambda: 0
     """Returns the number of training steps that have succeeded."""
+    require_program: Callable[[Mode, int], object] = lambda mode, num_microbatches: None
+    """Raises a PenstockError where a mode has no program for a number of microbatches."""
 
     def cut(self, call: StepRequest, mode: Mode) -> Batch:
         """Return the cut batch of this rank; of a stream, its first microbatch.
@@ -98,7 +100,9 @@ class BatchCutter:
                 f"nothing in the batch has a dimension {self.rule.slice_dim} to cut into {width} slices; give "
                 "slice_dim the dimension of the sequence, or use a schedule with 1 slice"
             )
-        # An evaluation of few rows has fewer microbatches.
+        # An evaluation of few rows has fewer microbatches. Where a size makes more of them than usual, a rank without
+        # rows of the batch hears of it here; what it was given goes to every microbatch.
+        local_batch = _with_microbatches(local_batch, len(rows))
         microbatches = [sized(part, rows[part.index], part.length) for part in local_batch.microbatches[: len(rows)]]
         slices = [
             [sized(part, rows[part.index], lengths[part.index * width + part.slice]) for part in parts]
@@ -124,6 +128,8 @@ class BatchCutter:
         rule = self.rule if mode.is_training else replace(self.rule, takes_any_size=True)
         # The batch is cut as it was passed, which is how specs name its parts, and its parts are bound then.
         microbatches = list(map(self._bind, rule.microbatches(call.args, call.kwargs, call.target)))
+        if rule.microbatch_size:
+            self.require_program(mode, len(microbatches))
         values = flatten((call.args, dict(call.kwargs), call.target))[0]
         data, has_rows = self._bind(call), any(microbatch.size for microbatch in microbatches)
         return Batch(
@@ -165,6 +171,11 @@ class BatchCutter:
         if not (self.needs.inputs or self.needs.target or self.needs.keywords):
             return self._cut_batch(StepRequest(), Mode.TRAIN)
         copy = None if self.copies is None else pinned_or_copied
+        if self.rule.microbatch_size:
+            raise PipelineError(
+                f"a Stream brings microbatches of sizes of its own, beside microbatch_size = "
+                f"{self.rule.microbatch_size}; pass the batch whole, or give the pipeline microbatches="
+            )
         context = StreamContext(0, len(indices), mode.is_training, self.num_steps())
         reader = Reader(stream, self.rank, context, self.rule, self.stream_rules, self.read, copy, self._bind)
         part, slices = reader.begin()
@@ -192,6 +203,18 @@ class BatchCutter:
             raise PipelineError(f"{self.name} holds the first stage and was given no inputs; pass it the batch")
         self.needs.require_device(call.args, call.target)
         self.needs.require_known(call.kwargs, has_target=call.target is not None)
+
+
+def _with_microbatches(batch: Batch, number: int) -> Batch:
+    """Return a batch that was not cut by rows with so many microbatches at least, all alike."""
+    missing = range(len(batch.microbatches), number)
+    if not missing:
+        return batch
+    return replace(
+        batch,
+        microbatches=batch.microbatches + [replace(batch.microbatches[0], index=index) for index in missing],
+        slices=batch.slices + [[replace(part, index=index) for part in batch.slices[0]] for index in missing],
+    )
 
 
 def stream_of(call: StepRequest) -> Stream | None:

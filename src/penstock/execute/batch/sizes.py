@@ -70,6 +70,17 @@ def even_sizes(leaf: Leaf, num_parts: int, axis: Axis, allow_ragged: bool) -> li
     return [size + (index < num_larger) for index in range(num_parts)]
 
 
+def count_parts(leaf: Leaf, size: int, axis: Axis, allow_ragged: bool) -> int:
+    """Return how many parts of a size a length makes, the last one smaller or not. Raises: PipelineError."""
+    length = leaf.length
+    if length % size and not allow_ragged:
+        raise PipelineError(
+            f"{leaf} has {count_of(length, axis.unit)}, which {axis.parts} of {count_of(size, axis.unit)} do not "
+            f"divide. Use {_said_divisors(length)} {axis.unit}s in each, or pass allow_ragged=True"
+        )
+    return -(-length // size)
+
+
 def require_equal(axis: Axis, measured: Sequence[MeasuredLeaf]) -> None:
     """Make sure that all values are of one length. Raises: PipelineError."""
     for entry in measured:

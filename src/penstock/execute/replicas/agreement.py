@@ -56,6 +56,11 @@ def agree_across(
     require_equal(reports, control.names.select(first_ranks), _RULES, StepRefused)
     # Put the reports together. A replica that has failed alone in a step is ahead in its number of attempts.
     weights = [BatchWeight(*report["weight"]) for report in reports]
+    numbers = [batch_weight.num_microbatches for batch_weight in weights]
+    if agreed.is_training and len(set(numbers)) > 1:
+        listed = ", ".join(map(str, numbers))
+        problem = f"the batches of the replicas make {listed} microbatches, by replica; expected as many in each"
+        raise StepRefused(f"{problem}. Give the replicas as many rows each")
     batch_digests = [report["values"] for report in reports]
     return replace(
         agreed,
