@@ -85,7 +85,9 @@ def test_a_profile_and_a_memory_report_are_of_the_number_that_their_batch_makes(
         report = pipeline.memory_report(*task.inputs, target=task.target)
         pipeline.step(*task.inputs, target=task.target, record=True)
         timelines = [profile, pipeline.timeline]
-        return [timeline.program.num_microbatches for timeline in timelines], [rank.peak_activations for rank in report.ranks]
+        return [timeline.program.num_microbatches for timeline in timelines], [
+            rank.peak_activations for rank in report.ranks
+        ]
 
     expected = check(build("1f1b", ranks=2, microbatches=12)).peak_activations
     assert on_ranks(2, case) == [([12, 12], list(expected))] * 2

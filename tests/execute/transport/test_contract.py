@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.errors import ConfigError, DeadlineExceeded, PeerLost, PipelineError
+from penstock.errors import DeadlineExceeded, PeerLost, PipelineError
 from penstock.execute.control.collectives import Control
-from penstock.execute.transport import LocalTransport, TorchTransport, torch_dist
+from penstock.execute.transport import LocalTransport, TorchTransport
 from tests.support.local_pipelines import error_of
 from tests.support.local_wires import ordered
 from tests.support.ranks import RankPool, run_ranks, run_ranks_with_deaths
@@ -416,22 +416,6 @@ def test_peers_are_counted_within_the_group_so_two_pipelines_do_not_meet():
     answers = run_ranks(4, two_pipelines, timeout_s=MAX_WAIT_S)
 
     assert answers == [[0, [0, 2]], [0, [1, 3]], [1, [0, 2], 0.0, 0.0], [1, [1, 3], 1.0, 1.0]]
-
-
-@pytest.mark.parametrize(
-    ("kinds", "told"),
-    [
-        (
-            ["cpu", "cuda"],
-            "device: the ranks compute on devices of different kinds: rank 0 on cpu, rank 1 on cuda; give",
-        ),
-        (["cpu", "cpu+groups"], "messages: rank 1 launches messages in groups, rank 0 does not; give 'coalesced' on"),
-        (["cpu", torch_dist._MESH], "mesh: rank 1 was given a mesh, rank 0 none; give all ranks one"),
-    ],
-)
-def test_ranks_of_different_kinds_are_refused(kinds, told):
-    with pytest.raises(ConfigError, match=told):
-        torch_dist._require_one_kind(kinds)
 
 
 @pytest.mark.feature("H12")
