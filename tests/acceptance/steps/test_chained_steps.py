@@ -72,8 +72,8 @@ def test_two_models_train_bit_for_bit_as_in_one_process(encoder, decoder, ranks)
     assert mistakes_in_bits(deep_task(), chained(encoder, decoder, ranks=ranks)) == []
 
 
-@pytest.mark.feature("X25")
-@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[1, 0], [0, 1]], [[2], [0, 1]]])
+@pytest.mark.feature("X25", "X46")
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[1, 0], [0, 1]], [[2], [0, 1]], [[0], [0, 1]]])
 def test_models_on_ranks_of_their_own_train_bit_for_bit(ranks):
     schedules = [build("zb-h1", ranks=len(own), microbatches=MICROBATCHES) for own in ranks]
 
