@@ -14,7 +14,7 @@ from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.parameters.layout import ParameterLayout
 from penstock.execute.undocumented_modules import unsharded_parameters
 from penstock.execute.values.tensors import memory_of
-from tests.support.local_pipelines import IGNORED, error_of, settle, square_loss
+from tests.support.local_pipelines import error_of, settle, square_loss
 from tests.support.replicas import (
     FLOAT,
     MICROBATCHES,
@@ -244,39 +244,6 @@ def test_modules_that_backwards_pass_by_are_reduced(four_ranks, make, turn, num_
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert_gradients([gradients for gradients, _ in results], expected)
     assert all(counts == [num_in_first_step, {1}] for _, counts in results)
-
-
-def train_masked(rank):
-    """The last microbatch of each replica weighs nothing, so its backward does not run."""
-    own_mesh = mesh()
-    inputs, target = own_rows(own_mesh)
-    target[-len(target) // MICROBATCHES :] = IGNORED
-    pipeline = pipeline_of(sharded_layers(own_mesh), "1f1b", own_mesh, loss=masked_loss, count=count_unmasked)
-    reductions = Reductions(pipeline)
-    pipeline.step(inputs, target=target)
-    return gradients_of(pipeline), reductions.take()
-
-
-def masked_loss(outputs, target):
-    is_counted = target[:, 0] != IGNORED
-    return square_loss(outputs[is_counted], target[is_counted])
-
-
-def count_unmasked(target):
-    return int((target[:, 0] != IGNORED).sum())
-
-
-def test_a_last_microbatch_that_weighs_nothing_leaves_no_gradient_behind(four_ranks):
-    results = four_ranks.run(train_masked)
-
-    model = nn.Sequential(*layers())
-    for inputs, target in zip(*(tensor.chunk(NUM_REPLICAS) for tensor in batch()), strict=True):
-        rows = len(inputs) - len(inputs) // MICROBATCHES
-        (square_loss(model(inputs[:rows]), target[:rows]) / NUM_REPLICAS).backward()
-    assert_gradients(
-        [gradients for gradients, _ in results], {name: parameter.grad for name, parameter in model.named_parameters()}
-    )
-    assert all(counts == {1} for _, counts in results)
 
 
 POLICIES = {

@@ -14,6 +14,7 @@ from penstock.execute.stages.passes import PassOptions, StagePasses
 from penstock.execute.stages.randomness import Randomness, RandomPart
 from penstock.execute.stages.skips import SkipPart, StageSkips
 from penstock.execute.stages.stage import Stage
+from penstock.execute.stages.wrappers import fully_sharded_modules
 from penstock.ir.deps import NONE
 from penstock.ir.operations import BEGINS_KEEPING, RUNS_FORWARD
 from penstock.ir.program import Program
@@ -45,6 +46,7 @@ def compose_stages(
             is_training=not program.is_forward_only,
             # A split backward computes the gradients of inputs and of weights in two actions.
             is_split=index in program.split_stages,
+            reduces_in_backward=bool(fully_sharded_modules(stage.modules)),
         )
         # Features run beside the layers of a stage: offloading, added losses, state of slices, skips, random numbers.
         features = list(_features(program, stage, skips.get(index), randomness, copied.get(index), offloads))

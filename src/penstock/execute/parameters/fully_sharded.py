@@ -3,9 +3,12 @@
     fully_shard alone    every backward reduces, and adds this rank's rows to the gradients of the shards
     here                 backwards add to whole gradients; the last backward of a stage reduces their sum
 
-The last backward may pass a module by: a microbatch that weighs nothing has no backward, and a layer may leave a module
-out. What such a module has added up is reduced at REDUCE_GRAD. So the gradients of the shards are complete behind every
-step, also within `no_sync()`. Torch could keep whole gradients from step to step, but no `zero_grad()` would drop them.
+The last backward may pass a module by, since a layer may leave it out. What such a module has added up is reduced at
+REDUCE_GRAD. So the gradients of the shards are complete behind every step, also within `no_sync()`. Torch could keep
+whole gradients from step to step, but no `zero_grad()` would drop them.
+
+Ranks tell exchanges apart by their order alone. So a stage with such modules runs the backward of every microbatch,
+also of one that weighs nothing here, which on the other ranks may weigh something (stages/passes.py).
 
 A sum of many microbatches in low precision loses what is small against it. So a module whose whole gradients have less
 precision than the gradients of its shards reduces in every backward, as with `fully_shard` alone. This is so with

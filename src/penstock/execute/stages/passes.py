@@ -64,6 +64,8 @@ class PassOptions:
     is_training: bool = True
     is_split: bool = False
     """Whether forwards leave gradients of weights for later, so that backwards may run in two parts."""
+    reduces_in_backward: bool = False
+    """Whether modules exchange something with other replicas in backwards, which all of them must then run alike."""
 
 
 @dataclass(eq=False)
@@ -168,8 +170,9 @@ class StagePasses:
         # of padding alone behind a masked softmax; then `loss` is None, since 0 x NaN would make every gradient NaN.
         # Where other microbatches of the step weigh something, such a microbatch has no roots, and trains nothing.
         # Where all losses of the step weigh nothing, its outputs are the roots and get gradients of zeros, so that each
-        # parameter gets a gradient of zeros and not None.
-        is_zero = loss is None and step.losses.weigh_nothing
+        # parameter gets a gradient of zeros and not None. Stages that exchange something in backwards get zeros as
+        # well: other replicas, whose microbatch may weigh something, exchange it too, and in the same order.
+        is_zero = loss is None and (step.losses.weigh_nothing or self.options.reduces_in_backward)
         roots = needing_gradient((outputs, step.losses.parameters()) if is_zero else loss)
         saved_forward = self._saved_forward(parts, inputs, roots, deferred)
         self._require_training(step, saved_forward, loss)
