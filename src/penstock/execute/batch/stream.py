@@ -86,8 +86,9 @@ class Stream:
 
     The iterator gives one microbatch at a time: a tuple or list `(input, ..., target)`, or a `ps.Part`, which may have
     keywords, or no target. `preprocess`, if any, is called with each and returns one of these; a function that needs
-    two arguments gets a `StreamContext` too. A step leaves the rest for the next one. A rank with neither a first nor a
-    last stage, nor layers that take keywords, needs none. Its tensors are copied, so the iterator may fill the same
+    two arguments gets a `StreamContext` too. Where the ranks refuse a step, such a function is called with the first
+    item again, so it must not change the item. A step leaves the rest for the next one. A rank with neither a first nor
+    a last stage, nor layers that take keywords, needs none. Its tensors are copied, so the iterator may fill the same
     ones again.
 
     A stream is one rank's: ranks that are threads of one process need one each. After a step that failed, what is left
