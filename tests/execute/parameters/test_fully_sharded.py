@@ -186,6 +186,28 @@ def test_a_failed_step_leaves_nothing_to_the_next_one(four_ranks, place):
     assert_gradients([gradients for _, gradients, _ in results], expected_gradients())
 
 
+def evaluate_between(rank):
+    """The caller lets two steps reduce once; an evaluation between them fails."""
+    own_mesh = mesh()
+    model = [fully_shard(Fragile(layer), mesh=own_mesh["replica"]) for layer in layers()]
+    pipeline = pipeline_of(model, "1f1b", own_mesh)
+    for seed in (1, 2):
+        for layer in model:
+            layer.set_requires_gradient_sync(seed == 2)
+        inputs, target = own_rows(own_mesh, seed)
+        pipeline.step(inputs, target=target)
+        if seed == 1:
+            model[1].failing, model[1].turn = "forward", 2
+            error_of(pipeline.evaluate, inputs, target=target)
+            model[1].failing = ""
+    return without_inner(gradients_of(pipeline))
+
+
+@pytest.mark.feature("E4")
+def test_a_failed_evaluation_leaves_gradients_that_are_not_reduced_yet(four_ranks):
+    assert_gradients(four_ranks.run(evaluate_between), expected_gradients(seeds=(1, 2)))
+
+
 class Choosing(nn.Module):
     """Uses its second block in one microbatch of a step alone."""
 

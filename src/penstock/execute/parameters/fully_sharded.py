@@ -51,6 +51,8 @@ class FullySharded(ParameterLayout):
     """The layout of the other parameters."""
     _sync_of_module: dict[nn.Module, tuple[bool, bool]] = field(default_factory=dict)
     """The caller's settings of the modules that reduce once in this step; empty between steps."""
+    _is_training: bool = False
+    """Whether the step that was begun last trains."""
 
     def held(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         parameters, gradients = self._others.held()
@@ -65,6 +67,7 @@ class FullySharded(ParameterLayout):
     def begin_step(self, *, is_synced: bool, sums_tied: bool, is_training: bool) -> None:
         """Let backwards add up, and none of them reduce."""
         self._others.begin_step(is_synced=is_synced, sums_tied=sums_tied, is_training=is_training)
+        self._is_training = is_training
         if is_training:
             # The caller may have set modules not to reduce, in a step whose gradients another one reduces.
             self._sync_of_module = {
@@ -90,11 +93,12 @@ class FullySharded(ParameterLayout):
         self._others.end_step()
 
     def end_failed_step(self) -> None:
-        """Drop the whole gradients, which a caller's `zero_grad()` does not reach."""
+        """Drop the whole gradients, which a caller's `zero_grad()` does not reach; an evaluation leaves them."""
         for module in self._all_modules():
             forget_iteration(module)
-            drop_gradients(unsharded_parameters(module))
-            drop_unreduced_sums(module)
+            if self._is_training:
+                drop_gradients(unsharded_parameters(module))
+                drop_unreduced_sums(module)
         self._others.end_failed_step()
 
     def _all_modules(self) -> Iterable[Any]:
