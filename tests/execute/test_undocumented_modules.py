@@ -275,6 +275,21 @@ def test_a_module_of_fully_shard_begins_anew_behind_a_forward_that_has_failed(wo
     assert inner.weight.grad is not None
 
 
+def test_sums_to_be_reduced_over_copies_stay_behind_a_forward_that_has_failed_until_they_are_dropped(world):
+    module = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("copy", "shard")))
+    undocumented_modules.set_gradient_sync(module, reduces=True, reduces_copies=False)
+    for keeps in (True, False):
+        module.weight.grad = None
+        module(torch.ones(1, 2)).sum().backward()
+        undocumented_modules.forget_iteration(module)
+        if not keeps:
+            undocumented_modules.drop_unreduced_sums(module)
+        undocumented_modules.set_gradient_sync(module, reduces=True, reduces_copies=True)
+        module(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(module.weight.grad.full_tensor(), torch.full((2, 2), 1.0 + keeps))
+        undocumented_modules.set_gradient_sync(module, reduces=True, reduces_copies=False)
+
+
 # ---- parameters that take turns
 
 

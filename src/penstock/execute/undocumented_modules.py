@@ -144,9 +144,11 @@ def unreduced_sums(module: Any) -> list[Tensor | None]:
 
 
 def drop_unreduced_sums(module: Any) -> None:
-    """Drop the sums of whole gradients that a module keeps beside them."""
+    """Drop the sums that a module keeps beside gradients: of whole ones, and of those to be reduced over copies."""
     for managed in _managed_parameters(module):
         managed.unsharded_accumulated_grad = None
+    for group in _parameter_groups(module):
+        group._partial_reduce_output = None
 
 
 def end_reduction(module: Any) -> None:
@@ -157,9 +159,17 @@ def end_reduction(module: Any) -> None:
 
 
 def forget_iteration(module: Any) -> None:
-    """Let a module that layers call, and its submodules, begin anew behind a forward or backward that has failed."""
-    if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):  # torch 2.13
-        module.reset_iter_state()
+    """Let a module that layers call, and its submodules, begin anew behind a forward or backward that has failed.
+
+    Sums that are still to be reduced stay.
+    """
+    state = module._get_fsdp_state()
+    if state._is_root and hasattr(module, "reset_iter_state"):  # torch 2.13
+        groups = [group for inner in state._state_ctx.all_states for group in inner._fsdp_param_groups]
+        sums = [group._partial_reduce_output for group in groups]
+        module.reset_iter_state()  # it drops those to be reduced over copies
+        for group, partial_sum in zip(groups, sums, strict=True):
+            group._partial_reduce_output = partial_sum
 
 
 def _parameter_groups(module: Any) -> Sequence[Any]:
