@@ -162,3 +162,9 @@ def test_a_page_outside_the_repository_has_broken_links_too(monkeypatch, tmp_pat
 
 def test_no_page_has_the_name_of_one_that_the_site_makes_itself():
     assert {path.stem for path in DOCS.glob("*.md")} & {"search", "genindex", "modindex"} == set()
+
+
+def test_no_page_has_the_marks_of_a_merge_that_stopped():
+    pages = [path for path in [*PAGES, *OTHERS] if re.search(r"^(<{7}|={7}|>{7})", path.read_text(), re.MULTILINE)]
+
+    assert pages == []
