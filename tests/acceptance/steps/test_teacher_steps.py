@@ -185,7 +185,7 @@ def refusals(*return_outputs):
     return [error for error, _ in found]
 
 
-@pytest.mark.parametrize("ranks", [(2,), (-1,), (True,), (0.5,), "last", ({},)])
+@pytest.mark.parametrize("ranks", [(2,), (-1,), (True,), (0.5,), "last", ({},), 0, 1, 0.5, torch.tensor(1)])
 def test_what_are_no_ranks_of_the_pipeline_is_refused_on_all(ranks):
     assert_errors(
         refusals(ranks), StepRefused, f"return_outputs is {ranks!r} of type", "True, False or ranks from 0 to 1"

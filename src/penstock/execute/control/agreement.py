@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self, cast
 
+import numpy as np
+
 from penstock.errors import EndOfData, PenstockError, PipelineError, StepRefused, described
 from penstock.execute.control.collectives import Control
 from penstock.execute.control.copy_digests import CopyDigest, require_equal_digests
@@ -216,14 +218,19 @@ def named_ranks(return_outputs: bool | Collection[int], num_ranks: int) -> tuple
     Raises:
         PipelineError: they are no ranks of a pipeline of so many.
     """
-    if not isinstance(return_outputs, Collection):
+    if return_outputs is None or isinstance(return_outputs, bool | np.bool_):
         return None
-    if any(type(rank) is not int or rank not in range(num_ranks) for rank in return_outputs):
+    ranks: list[Any]
+    try:
+        ranks = list(return_outputs)
+    except TypeError:  # a number is no list of ranks: taken as it is, 0 would be False, and all others True
+        ranks = [None]
+    if any(type(rank) is not int or rank not in range(num_ranks) for rank in ranks):
         raise PipelineError(
             f"return_outputs is {described(return_outputs)}; expected True, False or ranks from 0 to {num_ranks - 1}, "
             "such as the target_ranks of the pipeline that takes the outputs"
         )
-    return tuple(sorted(set(return_outputs)))
+    return tuple(sorted(set(ranks)))
 
 
 def digest(text: str) -> int:
