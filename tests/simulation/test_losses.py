@@ -225,6 +225,34 @@ def test_what_is_left_is_the_step_that_would_have_been(schedule, seed):
     assert makespan_without_waits_s(blocking, ()) == blocking.makespan_s
 
 
+@given(feasible_schedules(), st.booleans(), st.integers(0, 2**32))
+def test_a_step_with_barriers_is_laid_out_again_without_waits_for_data_of_any_rank(schedule, loads, seed):
+    program = lower(replace(schedule, joined=np.zeros_like(schedule.joined)), loads=loads, barriers=True)
+    costs = free_wires(program, seed)
+    timeline = with_slow_data(program, costs, slow_rows(program, seed))
+    blocking = with_blocking_reductions(program, costs, slow_rows(program, seed))
+
+    everyone = range(program.num_ranks)
+    assert makespan_without_waits_s(timeline, everyone) == with_slow_data(program, costs, {}).makespan_s
+    assert makespan_without_waits_s(timeline, ()) == timeline.makespan_s
+    assert makespan_without_waits_s(blocking, everyone) == with_blocking_reductions(program, costs).makespan_s
+    assert makespan_without_waits_s(blocking, ()) == blocking.makespan_s
+
+
+def test_data_that_are_late_for_one_rank_are_no_loss_by_the_barriers_at_which_the_others_wait():
+    program = lower(build("1f1b", ranks=3, microbatches=6), barriers=True)
+    timeline = replace(with_slow_data(program, EVEN, {row_of(program, "0F2"): 20.0}), source="measured")
+
+    found = losses(EVEN, timeline=timeline)
+
+    saved_s = timeline.makespan_s - simulate(program, EVEN).makespan_s
+    assert (found[Cause.DATA].duration_s, found[Cause.DATA].culprit) == (
+        saved_s,
+        "rank 0, for microbatches within the step",
+    )
+    assert found[Cause.SYNCHRONISATION].duration_s < saved_s
+
+
 def test_a_host_that_waits_for_data_while_its_device_reduces_waits_once():
     program = sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0")
     timeline = with_blocking_reductions(program, Costs.uniform(reduce_s=(3.0,)), {row_of(program, "0B0"): 1.0})

@@ -30,6 +30,8 @@ class Message:
     arrival_s: float
     posted_s: float = -inf
     """When its receive was posted, if there is one."""
+    receive: int = NONE
+    """The row of its receive, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ def _messages(
             continue
         if IS_RECEIVE[program.op[row]]:
             maker = source[source[row]]  # the source of a receive is its send, and that of a send is the maker
-            yield Message(int(block_of_row[maker]), float(timeline.end_s[row]), float(timeline.start_s[row]))
+            yield Message(int(block_of_row[maker]), float(timeline.end_s[row]), float(timeline.start_s[row]), row)
         elif program.rank_of_row[row] != program.rank_of_row[member]:
             # Of a schedule that is not lowered; when its messages came is not known, at the latest for the start.
             yield Message(int(block_of_row[row]), float(timeline.start_s[member]))

@@ -17,16 +17,20 @@ are as long as they were, and come after what they need:
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.ir.awaits import num_barriers_before
+from penstock.ir.collectives import IS_BARRIER
 from penstock.ir.measured import Prologue
 from penstock.ir.operations import Kind
 from penstock.ir.program import Program
 from penstock.ir.timeline import DataWait, Timeline
-from penstock.simulation.blocks import Block, Collective, blocks_of, in_order
+from penstock.simulation.blocks import Block, Collective, blocks_of, in_order, waits_of_ranks
 from penstock.simulation.causes import Cause, IdleTimes, RankAccount, accounts_of
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Costs
 from penstock.simulation.costs.messages import hops, message_costs
@@ -186,25 +190,39 @@ def _saved_before_s(prologues: Sequence[Prologue], avoidable_s: Sequence[float])
 def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int], *, is_reducing: bool = True) -> float:
     """Return the seconds of a measured step if `ranks` had not waited for data, from its first start to its last end.
 
-    Unless `is_reducing`, no reduction of gradients held up any rank either. A block is a computation or overlapped
-    pair. Each block starts as long after the last moment that it needs (an arrival, the end of the block before) as it
-    did in the measured step; only the moments come earlier.
+    Unless `is_reducing`, no reduction of gradients and no barrier held up any rank either. A block is a computation or
+    overlapped pair. Each block starts as long after the last moment that it needs (an arrival, the end of the block
+    before) as it did in the measured step; only the moments come earlier.
     """
     blocks = blocks_of(with_true_arrivals(timeline, after_posts=False))
+    barriers_before = num_barriers_before(timeline.program)
+    num_barriers = barriers_before[[block.row for block in blocks]]
     first_start_s = min((block.start_s for block in blocks), default=0.0)
     free_s = dict.fromkeys(range(timeline.num_ranks), first_start_s)
     # Seconds by which each block, and the last block of each rank, would be over earlier than measured.
     gain_of_block_s = [0.0] * len(blocks)
     gain_of_rank_s = dict.fromkeys(range(timeline.num_ranks), 0.0)
-    for index in in_order(blocks, timeline.num_ranks):
+    barriers = iter(timeline.program.rows_of(IS_BARRIER).reshape(timeline.num_ranks, -1).T if is_reducing else ())
+    gain_of_barrier_s: list[float] = []
+    # No message crosses a barrier, so blocks before it need none behind it.
+    for index in sorted(in_order(blocks, timeline.num_ranks), key=num_barriers.__getitem__):
+        for rows in islice(barriers, int(num_barriers[index]) - len(gain_of_barrier_s)):
+            gain_of_barrier_s.append(_pass_barrier(timeline, rows, ranks, free_s, gain_of_rank_s))
         block = blocks[index]
+        # A message that is sent behind a barrier behind its maker leaves when the barrier lets it.
+        gains_of_messages_s = [
+            gain_of_barrier_s[barriers_before[message.receive] - 1]
+            if is_reducing and barriers_before[message.receive] > num_barriers[message.producer]
+            else gain_of_block_s[message.producer]
+            for message in block.messages
+        ]
         rank = block.rank
         remaining_waits: list[DataWait | Collective] = []
         omitted_waits: list[DataWait | Collective] = []
         (omitted_waits if rank in ranks else remaining_waits).extend(block.data_waits)
         (remaining_waits if is_reducing else omitted_waits).extend(block.reductions)
         # A moment is a measured time that the block needs, with the seconds by which it would come earlier.
-        moments = _moments_before(block, free_s[rank], gain_of_rank_s[rank], gain_of_block_s)
+        moments = _moments_before(block, free_s[rank], gain_of_rank_s[rank], gains_of_messages_s)
         moments += [(min(wait.end_s, block.start_s), gain_of_rank_s[rank]) for wait in remaining_waits]
         measured_s = max(moment_s for moment_s, _ in moments)
         new_s = max(moment_s - gain_s for moment_s, gain_s in moments)
@@ -216,15 +234,43 @@ def makespan_without_waits_s(timeline: Timeline, ranks: Collection[int], *, is_r
     return last_s - first_start_s
 
 
+def _pass_barrier(
+    timeline: Timeline,
+    rows: NDArray[np.intp],
+    ranks: Collection[int],
+    free_s: dict[int, float],
+    gain_of_rank_s: dict[int, float],
+) -> float:
+    """Let all ranks leave a barrier when the last one has come to it; return by how many seconds it comes earlier.
+
+    `rows` are those of the barrier, one per rank. `ranks` have not waited for data; `free_s` and `gain_of_rank_s` are
+    those of the ranks before the barrier, and afterwards those behind it.
+    """
+    arrivals_s: list[float] = timeline.start_s[rows].tolist()
+    data_waits = waits_of_ranks(timeline)
+    new_arrivals_s = [
+        arrival_s
+        - gain_of_rank_s[rank]
+        - (_seconds_between(free_s[rank], arrival_s, data_waits[rank]) if rank in ranks else 0.0)
+        for rank, arrival_s in enumerate(arrivals_s)
+    ]
+    gain_s = max(arrivals_s) - max(new_arrivals_s)
+    for rank, end_s in enumerate(timeline.end_s[rows].tolist()):
+        free_s[rank], gain_of_rank_s[rank] = end_s, gain_s
+    return gain_s
+
+
 def _moments_before(
-    block: Block, free_s: float, gain_of_rank_s: float, gain_of_block_s: Sequence[float]
+    block: Block, free_s: float, gain_of_rank_s: float, gains_of_messages_s: Sequence[float]
 ) -> list[tuple[float, float]]:
     """Return the moments after which a block can begin, each with the seconds by which it would be earlier.
 
     They are when its rank is free, when each message has arrived, and when its gather is over.
     """
     moments = [(free_s, gain_of_rank_s)]
-    moments += [(message.arrival_s, gain_of_block_s[message.producer]) for message in block.messages]
+    moments += [
+        (message.arrival_s, gain_s) for message, gain_s in zip(block.messages, gains_of_messages_s, strict=True)
+    ]
     if block.gather is not None:
         moments.append((block.gather.end_s, gain_of_rank_s))
     return moments
