@@ -12,6 +12,7 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.observing.checked_messages import CheckedMessages
 from penstock.execute.transport.protocol import Tag, Ticket
+from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
 from tests.execute.test_run import OUT_OF_ORDER
@@ -73,6 +74,14 @@ def test_messages_out_of_order_those_of_tied_gradients_and_those_of_copies_pass(
     run_twice(2, tokens, build("dualpipe", ranks=2, microbatches=4))
 
     assert difference(outcomes, task.reference(3), tolerance=1e-12) == []
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-1f1b"])
+def test_messages_that_are_taken_in_a_barrier_pass_and_so_do_those_of_the_barrier(name):
+    task = replace(float_task(8), make_layers=partial(float_layers, num_layers=4))
+    program = lower(build(name, ranks=2, microbatches=4), barriers=True, loads=True)
+
+    assert difference(run_twice(2, task, program), task.reference(4)) == []
 
 
 class Swapping:

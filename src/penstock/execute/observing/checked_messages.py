@@ -28,6 +28,7 @@ from penstock.execute.observing.observer import Around, Observer, once_per_progr
 from penstock.execute.step import Bound, Step
 from penstock.execute.transport.protocol import Messages, Tag, Ticket
 from penstock.execute.transport.rank_names import rank_names
+from penstock.ir.collectives import IS_BARRIER
 from penstock.ir.deps import predecessors
 from penstock.ir.instruction import Instruction, Op
 from penstock.ir.operations import IS_RECEIVE, OPERATIONS, Group
@@ -120,7 +121,8 @@ class CheckedMessages(Observer):
         """Begin a step, with nothing under way from before."""
         self._step, self._sending = serial, _OUTSIDE
         self._receiving: _Header | None = _OUTSIDE
-        self._sends: dict[int, list[Ticket]] = {}
+        self._tickets: dict[int, list[Ticket]] = {}
+        """Those of the transport, by the serial number of one that was given for them."""
         self._channels = {peer: _Channel() for peer in range(self.num_ranks)}
 
     def begin(self, step: Step) -> None:
@@ -135,31 +137,38 @@ class CheckedMessages(Observer):
             return partial(self._receiving_from, sender, _header_of(program, send), is_wait)
         if is_wait:
             return None
+        if IS_BARRIER[op]:
+            return partial(self._within, _OUTSIDE, None)  # it takes the receives that are due
         if op.is_send:
             receiver = program.placement.rank_of_stage[int(program.peer[bound.row])]
             return partial(self._sending_to, receiver, _header_of(program, bound.row))
-        return partial(self._reducing, _header_of(program, bound.row)) if _is_exchange(op) else None
+        header = _header_of(program, bound.row)
+        return partial(self._within, header, header) if _is_exchange(op) else None
 
     # ---- the messages of a step
 
     def post_send(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        assert tag is Tag.DATA  # collectives go over the transport itself
-        tickets = self._post_header(peer, tensor.numel()), self._transport.post_send(peer, tensor)
+        # A message between hosts, as those of a barrier, has no header.
+        tickets = [] if tag is Tag.CONTROL else [self._post_header(peer, tensor.numel())]
+        tickets.append(self._transport.post_send(peer, tensor, tag))
         open_tickets = [ticket for ticket in tickets if not ticket.is_over]
         joint_ticket = Ticket(peer, True, next(self._serials), is_over=not open_tickets)
-        self._sends[joint_ticket.serial] = open_tickets
+        self._tickets[joint_ticket.serial] = open_tickets
         return joint_ticket
 
     def post_receive(self, peer: int, tensor: Tensor, tag: Tag = Tag.DATA) -> Ticket:
-        assert tag is Tag.DATA
         ticket = Ticket(peer, False, next(self._serials))
-        self._channels[peer].awaited.append(_Awaited(ticket.serial, tensor, self._receiving))
+        if tag is Tag.CONTROL:
+            self._tickets[ticket.serial] = [self._transport.post_receive(peer, tensor, tag)]
+        else:
+            self._channels[peer].awaited.append(_Awaited(ticket.serial, tensor, self._receiving))
         return ticket
 
     def wait(self, ticket: Ticket, limit_s: float | None = None) -> None:
-        if ticket.is_send:
-            for message_ticket in self._sends.pop(ticket.serial, ()):  # one of the header, one of the values
-                self._transport.wait(message_ticket, limit_s)
+        tickets = self._tickets.pop(ticket.serial, None)
+        for message_ticket in tickets or ():  # of a send, one of the header, and one of the values
+            self._transport.wait(message_ticket, limit_s)
+        if ticket.is_send or tickets is not None:
             return
         awaited = self._channels[ticket.peer].awaited
         while awaited and awaited[0].serial <= ticket.serial:  # a channel delivers in order
@@ -193,8 +202,8 @@ class CheckedMessages(Observer):
             self._take_next(peer)
 
     @contextmanager
-    def _reducing(self, header: _Header, step: Step) -> Iterator[None]:
-        self._sending = self._receiving = header
+    def _within(self, sending: _Header, receiving: _Header | None, step: Step) -> Iterator[None]:
+        self._sending, self._receiving = sending, receiving
         yield
         self._sending = self._receiving = _OUTSIDE
 
