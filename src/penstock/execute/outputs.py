@@ -38,11 +38,19 @@ def collect_outputs(messenger: Messenger, step: Step, program: Program, rank: in
         holder = holder_of_route[program.route_of_microbatch[place[0]]]
         for receiver in step.output_ranks:
             if rank == holder != receiver:
-                messenger.sender.send_described(receiver, step.outputs[place])
+                _send(messenger, receiver, step.outputs[place])
             elif rank == receiver != holder:
                 step.outputs[place] = messenger.receiver.receive_described(holder)
         if rank not in step.output_ranks:
             step.outputs.pop(place, None)
+
+
+def _send(messenger: Messenger, receiver: int, outputs: Any) -> None:
+    try:
+        messenger.sender.send_described(receiver, outputs)
+    except Exception as error:
+        note_place(error, "the outputs for other ranks")
+        raise
 
 
 def merged_outputs(step: Step, merge: Any, merge_slices: Any, slice_dim: int) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.errors import StepRefused
+from penstock.errors import PipelineError, StepRefused
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import (
     NEARLY,
@@ -81,6 +81,20 @@ def test_trees_arrive_as_they_are():
     assert torch.equal(sent["hidden"], kept["hidden"])
     assert torch.equal(sent["sums"][0], kept["sums"][0])
     assert sent["sums"][1] == kept["sums"][1] == ["by row"] * MICROBATCHES
+
+
+def test_what_cannot_travel_is_told_as_an_output():
+    class Wrapped(torch.nn.Module):
+        def forward(self, x):
+            return {"hidden": x, "kind": torch.float64}
+
+    task = float_task(8, FLOAT64)
+    task.make_layers = lambda: [*float_layers(FLOAT64, 4), Wrapped()]
+
+    def case(pipeline):
+        return error_of(pipeline.evaluate, *task.inputs, return_outputs=(0,))
+
+    assert_errors(on_pipelines(2, task, case), PipelineError, "in the outputs for other ranks", "cannot travel")
 
 
 # ---- a teacher and a student
