@@ -4,7 +4,7 @@
     ,1F0,1B0,1F1,1B1
 
 The text has no header and no metadata: which rank holds which stage, and the numbers of microbatches and slices, are
-read off the cells (see `cells.infer_layout`). Instructions that torch does not have are `0REDUCE_TIED1` and `0STEP`.
+read off the cells (see `cells.infer_layout`). Some instructions torch does not have; `0REDUCE_TIED1` names its group.
 """
 
 from typing import Any
