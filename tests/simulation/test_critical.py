@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ir.timeline import DataWait
+from penstock.lowering import lower
 from penstock.placement import Placement
+from penstock.schedules import build
 from penstock.simulation import Costs, simulate
 from penstock.simulation.blocks import blocks_of
 from penstock.simulation.critical import critical_path
@@ -103,6 +105,10 @@ PATHS = {
     "a reduction that blocks between computations is on it": (
         with_blocking_reductions(sharded("0F0 1F0 1B0 1REDUCE_GRAD 0B0"), Costs.uniform(reduce_s=(4.0,))),
         ["compute 0F0 1", "compute 1F0 1", "compute 1B0 2", "collective 0B0 4", "compute 0B0 2"],
+    ),
+    "before a barrier is what the last rank did that came to it": (
+        simulate(lower(build("1f1b", ranks=2, microbatches=2), barriers=True), SLOW_FIRST),
+        ["compute 0F0 4", "compute 0F1 4", "compute 1B0 2", "compute 0B0 2", "compute 1B1 2", "compute 0B1 2"],
     ),
     "of ranks that end together the first counts": (
         simulate(BOTH_WAYS, Costs.uniform()), ["compute 0F0 1", "compute 3F1 1"],

@@ -5,14 +5,18 @@
     path     F0 >F0  B0 >F1  B1 >....B1
 
 Walked from the last end backwards: before each block is what it waited for longest, its rank's previous block, a
-message, a collective of its rank, or the data of a microbatch. A start that none of them explains comes after a
-pause of the rank itself. The pieces add up to the makespan.
+message, a collective of its rank, or the data of a microbatch. Before a barrier is what the last rank did that came to
+it. A start that none of them explains comes after a pause of the rank itself. The pieces add up to the makespan.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from penstock.ir.collectives import IS_BARRIER
 from penstock.ir.timeline import DataWait, Timeline
 from penstock.simulation.blocks import Block, blocks_of
 
@@ -46,13 +50,18 @@ def critical_path(timeline: Timeline) -> list[Piece]:
     while index is not None:
         block = blocks[index]
         pieces.append(Piece("compute", block.rank, block.row, until_s - block.start_s))
-        index, until_s = _step_back(blocks, previous, index, begin_s, pieces)
+        index, until_s = _step_back(timeline, blocks, previous, index, begin_s, pieces)
     pieces.reverse()
     return pieces
 
 
 def _step_back(
-    blocks: Sequence[Block], previous: Sequence[int | None], index: int, begin_s: float, pieces: list[Piece]
+    timeline: Timeline,
+    blocks: Sequence[Block],
+    previous: Sequence[int | None],
+    index: int,
+    begin_s: float,
+    pieces: list[Piece],
 ) -> tuple[int | None, float]:
     """Add the pieces between a block and the block before it on the path.
 
@@ -67,6 +76,9 @@ def _step_back(
         return _step_over_gather(blocks, previous, index, begin_s, pieces)
     data_ready_s = max((wait.end_s for wait in block.local_waits), default=free_s)
     if message is None or arrival_s <= max(free_s, data_ready_s):
+        barrier_rows = [each.row for each in block.reductions if IS_BARRIER[timeline.program.op[each.row]]]
+        if barrier_rows:
+            return _step_over_barriers(timeline, blocks, index, barrier_rows[-1], begin_s, pieces)
         _add_pause(pieces, block, free_s, block.start_s)
         return previous_index, free_s
     arrival_s = min(arrival_s, block.start_s)
@@ -95,6 +107,39 @@ def _step_over_gather(
     _add(pieces, "collective", block, end_s - launched_s)
     _add_pause(pieces, block, free_s, launched_s)
     return launcher, free_s
+
+
+def _step_over_barriers(
+    timeline: Timeline, blocks: Sequence[Block], index: int, row: int, begin_s: float, pieces: list[Piece]
+) -> tuple[int | None, float]:
+    """Add the pieces before a block that waited in a barrier, whose row is `row`; return what `_step_back` returns.
+
+    The block before it on the path is the last one of the rank that came last to the barrier. Where that rank came from
+    another barrier, the same is true of that one.
+    """
+    program, block, row_of_block = timeline.program, blocks[index], [each.row for each in blocks]
+    barriers = program.rows_of(IS_BARRIER).reshape(program.num_ranks, -1)
+    number = int(np.flatnonzero(barriers[block.rank] == row)[0])
+    until_s = min(float(timeline.end_s[row]), block.start_s)
+    _add_pause(pieces, block, until_s, block.start_s)
+    while True:
+        last = int(barriers[np.argmax(timeline.start_s[barriers[:, number]]), number])
+        rank = int(program.rank_of_row[last])
+        before = bisect_left(row_of_block, last) - 1
+        has_block = before >= 0 and blocks[before].rank == rank
+        is_behind_barrier = number > 0 and not (has_block and barriers[rank, number - 1] < row_of_block[before])
+        came_s = min(float(timeline.start_s[last]), until_s)
+        free_s = begin_s
+        if is_behind_barrier:
+            free_s = float(timeline.end_s[barriers[rank, number - 1]])
+        elif has_block:
+            free_s = blocks[before].end_s
+        free_s = min(free_s, came_s)
+        _add(pieces, "collective", block, until_s - came_s)
+        _add(pieces, "pause", block, came_s - free_s)
+        if not is_behind_barrier:
+            return before if has_block else None, free_s
+        number, until_s = number - 1, free_s
 
 
 def _add_pause(pieces: list[Piece], block: Block, begin_s: float, end_s: float) -> None:
