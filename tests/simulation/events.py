@@ -55,6 +55,7 @@ class Events:
         self.of_group = {}
         for row in np.flatnonzero(program.op == Op.REDUCE_TIED).tolist():
             self.of_group.setdefault(int(program.peer[row]), {})[int(program.rank_of_row[row])] = row
+        self.loaded = set()
         self.barriers = [np.flatnonzero(program.op[a:b] == Op.BARRIER) + a for a, b in pairwise(program.offsets)]
 
     def times(self):
@@ -106,7 +107,10 @@ class Events:
         if self.program.op[row] == Op.REDUCE_TIED:
             return entry(self.costs.tied_reduce_s, self.program.peer[row])
         if self.program.op[row] == Op.LOAD:
-            return entry(self.costs.load_s, self.program.stage[row])
+            place = rank, int(self.program.microbatch[row])
+            is_loaded = place in self.loaded
+            self.loaded.add(place)
+            return 0.0 if is_loaded else entry(self.costs.load_s, self.program.stage[row])
         factor = self.costs.overlap_factor if len(computes) == 2 else 1.0
         return factor * sum(
             entry(getattr(self.costs, KINDS[action.kind]), action.stage)

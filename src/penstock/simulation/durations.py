@@ -6,7 +6,7 @@ Gathers, reductions over replicas and copies keep it busy for their launch alone
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.collectives import GATHERS, REDUCES_REPLICAS, UPDATES_WEIGHTS
+from penstock.ir.collectives import GATHERS, LOADS_DATA, REDUCES_REPLICAS, UPDATES_WEIGHTS
 from penstock.ir.hot import blocks
 from penstock.ir.operations import IS_COMPUTE, IS_COPY, NUM_OPS, OPERATIONS, Group, Kind, Lane, Op
 from penstock.ir.program import Program
@@ -32,11 +32,21 @@ def durations_s(program: Program, costs: Costs) -> NDArray[np.float64]:
             program runs.
     """
     seconds = seconds_of_rows(program, costs, seconds_of_ops(program, costs))
+    seconds[loaded_before(program)] = costs.launch_s
     if program.tied_groups:
         tied_reductions = program.rows_of(IS_TIED)
         seconds_of_group = costs.spread_out("tied_reduce_s", len(program.tied_groups), "tied group")
         seconds[tied_reductions] += np.array(seconds_of_group)[program.peer[tied_reductions]]
     return seconds
+
+
+def loaded_before(program: Program) -> NDArray[np.intp]:
+    """Return the LOADs of microbatches that an earlier LOAD of their rank has brought, whole: they do nothing."""
+    loads = program.rows_of(LOADS_DATA)
+    place = program.rank_of_row[loads].astype(np.int64) * program.num_microbatches + program.microbatch[loads]
+    first = np.zeros(len(loads), np.bool_)
+    first[np.unique(place, return_index=True)[1]] = True
+    return loads[~first]
 
 
 def seconds_of_ops(table: Table, costs: Costs) -> NDArray[np.float64]:

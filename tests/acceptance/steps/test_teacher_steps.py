@@ -207,6 +207,7 @@ def test_what_are_no_ranks_of_the_pipeline_is_refused_on_all(ranks):
 
 
 def test_ranks_that_name_others_are_refused():
+    assert_errors(refusals((0,), True), StepRefused, "output_ranks", "Name the same ranks in return_outputs on every")
     assert_errors(refusals((0,), (1,)), StepRefused, "output_ranks", "Name the same ranks in return_outputs on every")
 
 

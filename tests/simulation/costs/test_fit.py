@@ -179,6 +179,16 @@ def test_a_rank_shares_its_optimizer_step_among_its_stages():
     assert costs_from_timeline(timeline).optimizer_s == (1.5, 5.0, 1.5, 5.0)
 
 
+@pytest.mark.feature("B14")
+def test_the_seconds_of_loads_are_those_that_bring_a_microbatch():
+    program = lower(build("zbv", ranks=2, microbatches=3), loads=True)
+
+    timeline = simulate(program, Costs.uniform(load_s=(0.5, 9.0, 9.0, 0.25)))
+
+    assert timeline.makespan_s == simulate(program, Costs.uniform(load_s=(0.5, 0, 0, 0))).makespan_s
+    assert costs_from_timeline(timeline).load_s == (0.5, 0.0, 0.0, 0.0)
+
+
 REDUCED = lower(build("looped-bfs", ranks=1, microbatches=3, stages_per_rank=2))
 OFFLOADED = lower(build("gpipe", ranks=1, microbatches=5), offload=[0])
 

@@ -70,6 +70,7 @@ class Admission:
             data, is_due = local_batch.data, self._is_due(mode) and reader is None
             # Digests of tensors are taken in few steps (`_is_due`), since they cost time; other values in every step.
             values = BatchValues(data.args, data.kwargs, data.target, reads_all=is_due)
+        wants_outputs = output_ranks is None and bool(call.return_outputs)
         proposal = StepProposal(
             mode=mode,
             inputs=local_batch.digests[0] or None,
@@ -80,8 +81,8 @@ class Admission:
             uncut_rows=local_batch.uncut_rows,
             takes_keywords=bool(self.cutter.needs.keywords),
             takes_target=self.cutter.needs.target,
-            wants_outputs=output_ranks is None and bool(call.return_outputs),
-            output_ranks=output_ranks,
+            wants_outputs=wants_outputs,
+            output_ranks=() if wants_outputs else output_ranks,
             extra=call.extra,
             position=None if reader is None else reader.stream.position,
             values=() if values is None else values.digests(),

@@ -110,7 +110,7 @@ class StepProposal:
     output_ranks: Sequence[int] | None = field(
         default=None, metadata=fix("Name the same ranks in return_outputs on every rank")
     )
-    """The ranks to which the outputs shall go; None where the rank was told of none."""
+    """The ranks to which the outputs shall go; empty where they shall stay, and None where the rank wants none."""
     values: Sequence[int] = ()
     """Digests of the values of inputs, keyword arguments and target; empty where they are not compared."""
     copies: Sequence[CopyDigest] = ()

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.awaits import gather_of_row
-from penstock.ir.collectives import UPDATES_WEIGHTS
+from penstock.ir.collectives import LOADS_DATA, UPDATES_WEIGHTS
 from penstock.ir.deps import NONE
 from penstock.ir.operations import Kind, Op
 from penstock.ir.program import Program
@@ -19,7 +19,7 @@ from penstock.simulation.blocks import data_ready_s
 from penstock.simulation.costs.costs import FIELD_OF_KIND, Channel, Costs, PerStage, Spread
 from penstock.simulation.costs.exchanges import exchanges_s
 from penstock.simulation.costs.layer_costs import LayerCosts, split_sizes
-from penstock.simulation.durations import IS_BESIDE, IS_BUSY
+from penstock.simulation.durations import IS_BESIDE, IS_BUSY, loaded_before
 from penstock.simulation.message_latency import Transfers, message_latency_s, robust_mean
 
 
@@ -107,6 +107,7 @@ def costs_from_timelines(
     return Costs(
         **_forwards_and_backwards(seconds_of_field, shares),
         optimizer_s=_optimizer_s(timelines),
+        load_s=_load_s(timelines),
         unshard_s=_per_stage(exchanges[Op.UNSHARD]) if exchanges[Op.UNSHARD].any() else (0.0,),
         reduce_s=_per_stage(exchanges[Op.REDUCE_GRADIENT]) if exchanges[Op.REDUCE_GRADIENT].any() else (0.0,),
         latency_s=default.latency_s,
@@ -231,6 +232,17 @@ def _optimizer_s(timelines: Sequence[Timeline]) -> PerStage:
     of_rank = dict(zip(program.rank_of_row[rows].tolist(), seconds.tolist(), strict=True))
     stages_of_rank = program.placement.stages_of_rank
     return tuple(of_rank.get(rank, 0.0) / len(stages_of_rank[rank]) for rank in program.placement.rank_of_stage)
+
+
+def _load_s(timelines: Sequence[Timeline]) -> PerStage:
+    """Return the seconds of the LOADs of each stage, those that bring their microbatch."""
+    program = timelines[0].program
+    rows = np.setdiff1d(program.rows_of(LOADS_DATA), loaded_before(program))
+    if not len(rows):
+        return (0.0,)
+    seconds = np.concatenate([timeline.end_s[rows] - timeline.start_s[rows] for timeline in timelines])
+    stages = np.tile(program.stage[rows], len(timelines))
+    return tuple(_median(seconds[stages == stage]) for stage in range(program.num_stages))
 
 
 def _median(values_s: Floats) -> float:
