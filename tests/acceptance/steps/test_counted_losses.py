@@ -104,6 +104,19 @@ def test_each_named_loss_is_the_mean_over_its_own_count(schedule, options):
         assert not outcome.result.losses[1].isnan()
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_loss_of_a_microbatch_is_the_same_whether_it_is_cut_into_slices(replicas):
+    job = Job([ROWS // replicas] * replicas, MAKE_LAYERS, tokens, labels, losses, {"count": count})
+
+    cut = on_mesh(2, replicas, lambda places: train(places, job, "seq1f1b", slices=2))
+    uncut = on_mesh(2, replicas, lambda places: train(places, job, "1f1b"))
+
+    for rank, expected in zip(cut, uncut, strict=True):
+        assert list(map(float, rank.result.losses)) == pytest.approx(
+            list(map(float, expected.result.losses)), abs=1e-12
+        )
+
+
 @pytest.mark.feature("E13")
 @pytest.mark.parametrize("options", [{}, ONE], ids=["replicas", "shards"])
 def test_replicas_count_together(options):
@@ -168,11 +181,13 @@ MARK = -7
     ("wrong", "text"),
     [
         ({}, "microbatch 1: count returned an empty dict"),
+        ({0: 1, 1: 1}, "microbatch 1: count returned a dict with the names [0, 1] for its target; expected the names"),
+        ({"": 1, "after": 1}, "microbatch 1: count returned a dict with the names ['', 'after'] for its target"),
         ({"next": 1, "after": -1}, "microbatch 1: count returned -1.0 for its target as 'after'"),
         ({"next": 1}, "microbatch 1: count returned numbers for 'next' for its target or a slice of it, but numbers"),
         (7, "microbatch 1: count returned a number for its target or a slice of it, but numbers for 'next', 'after'"),
     ],
-    ids=["empty", "negative", "a name less", "a number"],
+    ids=["empty", "no texts", "an empty name", "negative", "a name less", "a number"],
 )
 def test_wrong_counts_are_refused_and_the_next_step_is_right(wrong, text):
     loss_by_name, _ = alone()

@@ -56,6 +56,8 @@ class LossExchange:
         if loss is not None and named_shares:
             # No shares of the microbatches make this sum of their losses: every named loss has shares of its own.
             loss = sum((results[name][0] for name in named_shares), start=torch.zeros_like(loss))
+            if step_losses.num_slices > 1:  # nor do shares of slices make the loss of their microbatch
+                losses = _sums_of_named({name: (named_shares[name], results[name][1]) for name in named_shares}, losses)
         auxiliary_total, _ = results.pop(ALL_TOGETHER, (None, None))
         return StepResult(
             loss=loss,
@@ -156,6 +158,16 @@ def _losses_of(column: _Column, exact: Tensor) -> _Losses:
     pairs = zip(_by_microbatch(values, width), shares.fractions, strict=True)
     losses = [row[0] if width == 1 else combine_losses(row, fractions) for row, fractions in pairs]
     return combine_losses(losses, shares.weights), MicrobatchLosses(losses)
+
+
+def _sums_of_named(
+    columns: "dict[str, tuple[LossShares, MicrobatchLosses]]", like: MicrobatchLosses
+) -> MicrobatchLosses:
+    """Return the sum of the named losses of each microbatch, without those in which it counts nothing."""
+    return MicrobatchLosses(
+        sum((named[index] for shares, named in columns.values() if shares.weights[index]), start=torch.zeros_like(loss))
+        for index, loss in enumerate(like)
+    )
 
 
 def _share_of_job(column: _Column) -> float:

@@ -176,6 +176,11 @@ def _counted(count: Count, microbatch: Microbatch) -> _Numbers:
             f"microbatch {microbatch.index}: count returned an empty dict for its target; expected a number for each "
             "loss that the loss function returns by name, or one number for all"
         )
+    if isinstance(value, Mapping) and not all(isinstance(name, str) and name for name in numbers):
+        raise PipelineError(
+            f"microbatch {microbatch.index}: count returned a dict with the names {list(numbers)} for its target; "
+            "expected the names of the losses that the loss function returns, each a text that is not empty"
+        )
     for name, number in numbers.items():
         if not (math.isfinite(number) and number >= 0):
             raise PipelineError(
