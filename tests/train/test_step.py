@@ -378,6 +378,8 @@ def test_norms_of_gradients_are_logged_before_an_update_and_those_of_parameters_
     assert texts == [f"step 1: {kind} {name}: norm" for kind in ("gradient of", "parameter") for name in names]
     after = {line.split()[3][:-1]: float(line.split()[-1]) for line in lines if " parameter " in line}
     assert after == pytest.approx(norms, rel=1e-5)
+    clipped = [float(line.split()[-1]) for line in lines if " gradient of " in line]
+    assert math.hypot(*clipped) == pytest.approx(OPTIONS.clip_norm, rel=1e-5)
 
 
 @pytest.mark.feature("H9")

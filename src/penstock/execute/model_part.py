@@ -193,7 +193,7 @@ class ModelPart:
         message goes to another rank then. Norms are computed in float64.
 
         Raises:
-            ConfigError: ranks ask for different norms.
+            PipelineError: ranks ask for different norms.
             PeerLost, DeadlineExceeded: a rank does not come.
         """
         if not local:

@@ -375,7 +375,7 @@ class DebugSection(Section):
     log: Literal["off", "info", "debug"] = "off"
     """rankN.log in the run folder: 'info': plan and norms; 'debug': every message, too"""
     norms: Literal["off", "local", "all"] = "off"
-    """norms of gradients before an update and of weights after it, in debug.log: of a rank's parts, or of all ranks"""
+    """norms of gradients, clipped, before an update and of weights after it, in debug.log: of each rank or of all"""
     copies_every: NotNegative = 100
     """optimizer steps between two comparisons of copies of parameters over ranks, tied or of replicas; 0: never"""
     one_stream: bool = False
