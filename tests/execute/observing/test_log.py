@@ -2,13 +2,16 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from penstock.execute.observing.log import log_plan
 from penstock.execute.values.tensors import local_part
 from penstock.schedules import build
-from tests.support.local_pipelines import float_task, on_pipelines, step_task, token_task
+from tests.support.local_pipelines import float_layers, float_task, on_pipelines, step_task, token_task
 from tests.support.mesh_pipelines import Job
 from tests.support.mesh_pipelines import on_pipelines as on_mesh_pipelines
 
@@ -126,6 +129,21 @@ def test_norms_over_replicas_are_of_whole_parameters_and_local_ones_of_parts(sha
         assert local_norms == pytest.approx({name: value**0.5 for name, value in sums.items()}, rel=1e-12)
     is_part = any(found[0][1][name] < found[0][0][name] * 0.99 for name in found[0][1])
     assert is_part == (shard == "full")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn])
+def test_frozen_weights_that_are_quantized_have_norms_too(dtype):
+    weights = torch.tensor([3.0, 0.0, 4.0]).to(dtype)
+
+    def make_layers():
+        layers = float_layers()
+        layers[4].register_parameter("quantized", nn.Parameter(weights, requires_grad=False))
+        return layers
+
+    found = on_pipelines(2, replace(float_task(8), make_layers=make_layers), lambda pipeline: pipeline.norms())
+
+    for norms_by_name in found:
+        assert norms_by_name["4.quantized"] == float(weights.double().norm())
 
 
 def norms(pairs):

@@ -73,7 +73,10 @@ def clip_gradients(
 
 def _values(gradient: Tensor) -> Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return values.abs() if values.is_complex() else values
+    if values.is_complex():
+        return values.abs()
+    # torch has no norm of frozen weights in whole numbers, or in types of 8 bits
+    return values if values.is_floating_point() and values.itemsize > 1 else values.to(torch.float64)
 
 
 def _whole(norm: Tensor) -> Tensor:
