@@ -120,14 +120,19 @@ def test_replicas_on_one_stream_train_as_on_the_cpu_to_the_bit(emulated, options
 
 
 def refused_with(rank, num_ranks):
-    """Try a transport whose messages run beside the computations."""
+    """Try transports whose messages run beside the computations, or would never end."""
     device = torch.device("emu", rank)
-    options = {"device": device, "frees_other_stages": False, "one_stream": True}
+    options = {"device": device, "frees_other_stages": False}
     errors = []
-    for ways in ({}, {"coalesces": True}):
+    for ways, one_stream in (
+        ({}, True),
+        ({"coalesces": True}, True),
+        ({"one_stream": True}, True),
+        ({"one_stream": True}, False),
+    ):
         transport = transport_of(rank, num_ranks, device, **ways)
         layers = [torch.nn.Linear(2, 2) for _ in range(num_ranks)]
-        errors.append(error_of(_make, layers, transport, options))
+        errors.append(error_of(_make, layers, transport, options | {"one_stream": one_stream}))
         transport.close()
     return errors
 
@@ -138,7 +143,7 @@ def _make(layers, transport, options):
     Pipeline(layers, "1f1b", 4, square_loss, transport=transport, **options)
 
 
-def test_a_transport_with_streams_of_its_own_is_refused(emulated):
+def test_a_transport_with_streams_of_its_own_or_without_groups_is_refused(emulated):
     for errors in emulated.run(refused_with, num_ranks=2):
         for error in errors:
             assert isinstance(error, ConfigError)

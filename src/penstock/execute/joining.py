@@ -188,9 +188,12 @@ def _require_mesh_alone(group: dist.ProcessGroup | None, options: PipelineOption
 
 def _wrong_transport(options: PipelineOptions, transport: Transport) -> ConfigError | None:
     is_of_devices = isinstance(transport, TorchTransport) and transport.device_queue is not None
-    takes_turns = getattr(transport, "turns", None) is not None and getattr(transport, "launches_groups", False)
-    if options.one_stream and is_of_devices and not takes_turns:
+    waits_at_once = getattr(transport, "turns", None) is not None
+    takes_turns = waits_at_once and getattr(transport, "launches_groups", False)
+    if (options.one_stream or waits_at_once) and is_of_devices and not takes_turns:
         problem = "the transport lets messages run beside computations"
+        if waits_at_once:
+            problem = "the transport waits for each message at once, and two ranks that send would wait for ever"
         return ConfigError(f"{problem}; make it with coalesces=True and one_stream=True", key="one_stream")
     if options.coalesces or not getattr(transport, "launches_groups", False):
         return None
