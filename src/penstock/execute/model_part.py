@@ -190,7 +190,8 @@ class ModelPart:
         Every rank calls it, and gets the same: norms of whole parameters, those of tied ones once, by their owners'
         names. `gradients` asks for those of gradients, of parameters that have one; with `main_gradients`, they are in
         `.main_grad`. With `local`, norms are those of what this rank holds, parts of shards and copies included; no
-        message goes to another rank then. Norms are computed in float64.
+        message goes to another rank then. Norms are computed in float64. A lazy parameter has none before its first
+        input.
 
         Raises:
             PipelineError: ranks ask for different norms.

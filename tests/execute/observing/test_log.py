@@ -11,7 +11,7 @@ from torch import nn
 from penstock.execute.observing.log import log_plan
 from penstock.execute.values.tensors import local_part
 from penstock.schedules import build
-from tests.support.local_pipelines import float_layers, float_task, on_pipelines, step_task, token_task
+from tests.support.local_pipelines import WIDTH, float_layers, float_task, on_pipelines, step_task, token_task
 from tests.support.mesh_pipelines import Job
 from tests.support.mesh_pipelines import on_pipelines as on_mesh_pipelines
 
@@ -144,6 +144,18 @@ def test_frozen_weights_that_are_quantized_have_norms_too(dtype):
 
     for norms_by_name in found:
         assert norms_by_name["4.quantized"] == float(weights.double().norm())
+
+
+def test_lazy_parameters_have_norms_from_their_first_input_on():
+    task = replace(float_task(8), make_layers=lambda: [*float_layers(num_layers=4), nn.LazyLinear(WIDTH)])
+
+    def case(pipeline):
+        before = pipeline.norms()
+        step_task(pipeline, task)
+        return before.keys(), pipeline.norms().keys()
+
+    for before, after in on_pipelines(2, task, case):
+        assert after - before == {"4.weight", "4.bias"}
 
 
 def norms(pairs):

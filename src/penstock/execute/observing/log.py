@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import count_of
 from penstock.execute.control.collectives import Control
@@ -77,11 +78,13 @@ def norms_by_name(
 
     With a `gradient_attribute`, such as "grad", the norms are those of the gradients there, of parameters that have
     one. Where replicas share parameters out (`is_sharded`), norms are of whole ones. With `local`, norms are of what
-    this rank holds, by its own names, copies and parts of shards included; no message goes to another rank.
+    this rank holds, by its own names, copies and parts of shards included; no message goes to another rank. Lazy
+    parameters have no values, and no norm, before their first input.
     """
     tensors = {
         name: getattr(parameter, gradient_attribute, None) if gradient_attribute else parameter.detach()
         for name, parameter in assembly.named_parameters()
+        if not is_lazy(parameter)
     }
     named_tensors = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
     if local:
