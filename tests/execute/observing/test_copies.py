@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.execute.observing.copies import require_equal_copies
-from tests.support.local_pipelines import error_of, on_pipelines, step_task, token_task
+from tests.support.local_pipelines import error_of, float_layers, on_pipelines, step_task, token_task
 from tests.support.mesh_pipelines import Job
 from tests.support.mesh_pipelines import on_pipelines as on_mesh_pipelines
 
@@ -92,6 +92,17 @@ def test_replicas_are_compared_after_an_update_and_drift_is_an_error_on_all_rank
         assert f"rank 1 (pipeline 1, data 0) holds {name!r}, and rank 5 (pipeline 1, data 2) its copy {name!r}" in text
         assert "whose values differ by up to 0.75, in 3 of " in text
         assert error.rank == 5
+
+
+def test_a_square_weight_that_one_replica_holds_transposed_is_another_one():
+    def case(pipeline, inputs, target):
+        if pipeline.replica == 1 and pipeline.rank == 0:
+            weight = dict(pipeline.named_parameters())["0.1.weight"].detach()
+            weight.copy_(weight.t().clone())
+        return error_of(pipeline.require_equal_copies)
+
+    for error in on_mesh_pipelines(Job([8, 8], float_layers), "1f1b", case):
+        assert "holds '0.1.weight'" in str(error)
 
 
 @pytest.mark.feature("H10")

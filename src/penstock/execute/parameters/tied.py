@@ -21,6 +21,8 @@ from penstock.execute.undocumented import has_hooks
 from penstock.execute.values.tensors import local_part
 
 _LAZY = "without a shape before its first input"
+_DIM_FACTOR = 1_000_003
+"""Tells dimensions apart in a digest: without it, a square and its transpose would have the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,8 +108,9 @@ def _has_plain_bits(tensor: Tensor) -> bool:
 
 
 def _bits_of(tensor: Tensor) -> int:
-    """Return a sum of all elements' bits as whole numbers, which another order along any dimension changes.
+    """Return a sum of all elements' bits as whole numbers, which almost every other order of them changes.
 
+    The orders that do not change it leave the sum of each row and column, as of a permutation of an identity.
     It is computed where the tensor lies, and takes as much memory as the tensor is long along a dimension.
     """
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -120,7 +123,8 @@ def _bits_of(tensor: Tensor) -> int:
     dims = range(bits.dim())
     # The sums along all dimensions but one are weighted with odd numbers: to swap two of them changes the result.
     sums_by_dim = [bits.sum(tuple(set(dims) - {dim}), dtype=torch.int64) for dim in dims]
-    return sum(int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum()) for sums in sums_by_dim)
+    totals = [int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum()) for sums in sums_by_dim]
+    return sum(total * _DIM_FACTOR**dim for dim, total in enumerate(totals))
 
 
 def refuse_renormalized(named_layers: Iterable[tuple[str, nn.Module]], copies: Iterable[TiedCopy]) -> None:
