@@ -29,9 +29,9 @@ def add_barriers(program: Program, start: Starts | None = None) -> Program:
     """
     schedule = program.actions()
     starts = whole_starts(walk_untimed(schedule, predecessors(schedule))) if start is None else start
-    ends = whole_ends(schedule, starts)
-    times = _times(program, starts, ends)
-    moments = 2 * np.unique(ends)
+    end_times = whole_ends(schedule, starts)
+    times = _times(program, starts, end_times)
+    moments = 2 * np.unique(end_times)
     # On each rank, a barrier comes behind the last row that is due by its moment. `times` ascend along a rank, and what
     # is due by a moment depends on nothing that is due later: so all ranks reach it.
     rows = np.concatenate([
@@ -46,7 +46,7 @@ def add_barriers(program: Program, start: Starts | None = None) -> Program:
     return program.inserted(NewRows(key, rank, np.full_like(rank, Op.BARRIER), stage, zeros, zeros, stage))
 
 
-def _times(program: Program, starts: Starts, ends: Int64s) -> Int64s:
+def _times(program: Program, starts: Starts, end_times: Int64s) -> Int64s:
     """[num_rows] twice the start of an action plus 1, and twice the end of its maker for a message.
 
     So a message that leaves at some moment is due before the actions that start then.
@@ -54,7 +54,7 @@ def _times(program: Program, starts: Starts, ends: Int64s) -> Int64s:
     source = predecessors(program)[:, 0]
     sends, receives = program.rows_of(IS_SEND), program.rows_of(IS_RECEIVE)
     end_of_row = np.zeros(program.num_rows, np.int64)
-    end_of_row[program.compute_rows()] = ends
+    end_of_row[program.compute_rows()] = end_times
     times = np.zeros(program.num_rows, np.int64)
     times[program.compute_rows()] = 2 * starts.astype(np.int64) + 1
     times[sends] = 2 * end_of_row[source[sends]]

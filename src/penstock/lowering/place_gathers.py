@@ -150,14 +150,14 @@ def _align(
     latest[is_reduced] = clock.latest_together(stays.last[is_reduced])
     # At least one computation of a rank is between two stays of a unit, or the drop and the gather would be in vain.
     in_order = np.lexsort((stays.gather, stays.unit))
-    before, behind = in_order[:-1], in_order[1:]
-    is_same = stays.unit[before] == stays.unit[behind]
-    before, behind = before[is_same], behind[is_same]
-    earliest[behind] = np.maximum(earliest[behind], stays.last[before] + 2)
+    earlier_stay, later_stay = in_order[:-1], in_order[1:]
+    is_same = stays.unit[earlier_stay] == stays.unit[later_stay]
+    earlier_stay, later_stay = earlier_stay[is_same], later_stay[is_same]
+    earliest[later_stay] = np.maximum(earliest[later_stay], stays.last[earlier_stay] + 2)
     rank_of_stay = clock.rank[stays.gather]
     gather = stays.gather.copy()
     _EXTEND(len(first_row), gather, earliest, -1, num_whole, most_units[rank_of_stay])
-    latest[before] = np.minimum(latest[before], gather[behind] - 2)
+    latest[earlier_stay] = np.minimum(latest[earlier_stay], gather[later_stay] - 2)
     _EXTEND(len(first_row), stays.last, latest, 1, num_whole, most_units[rank_of_stay])
     stays.gather[:] = gather
 

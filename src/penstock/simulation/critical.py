@@ -76,7 +76,7 @@ def _step_back(
         return _step_over_gather(blocks, previous, index, begin_s, pieces)
     data_ready_s = max((wait.end_s for wait in block.local_waits), default=free_s)
     if message is None or arrival_s <= max(free_s, data_ready_s):
-        barrier_rows = [each.row for each in block.reductions if IS_BARRIER[timeline.program.op[each.row]]]
+        barrier_rows = [wait.row for wait in block.reductions if IS_BARRIER[timeline.program.op[wait.row]]]
         if barrier_rows:
             return _step_over_barriers(timeline, blocks, index, barrier_rows[-1], begin_s, pieces)
         _add_pause(pieces, block, free_s, block.start_s)
@@ -117,7 +117,7 @@ def _step_over_barriers(
     The block before it on the path is the last one of the rank that came last to the barrier. Where that rank came from
     another barrier, the same is true of that one.
     """
-    program, block, row_of_block = timeline.program, blocks[index], [each.row for each in blocks]
+    program, block, row_of_block = timeline.program, blocks[index], [other_block.row for other_block in blocks]
     barriers = program.rows_of(IS_BARRIER).reshape(program.num_ranks, -1)
     number = int(np.flatnonzero(barriers[block.rank] == row)[0])
     until_s = min(float(timeline.end_s[row]), block.start_s)
@@ -125,20 +125,20 @@ def _step_over_barriers(
     while True:
         last = int(barriers[np.argmax(timeline.start_s[barriers[:, number]]), number])
         rank = int(program.rank_of_row[last])
-        before = bisect_left(row_of_block, last) - 1
-        has_block = before >= 0 and blocks[before].rank == rank
-        is_behind_barrier = number > 0 and not (has_block and barriers[rank, number - 1] < row_of_block[before])
+        block_before = bisect_left(row_of_block, last) - 1
+        has_block = block_before >= 0 and blocks[block_before].rank == rank
+        is_behind_barrier = number > 0 and not (has_block and barriers[rank, number - 1] < row_of_block[block_before])
         came_s = min(float(timeline.start_s[last]), until_s)
         free_s = begin_s
         if is_behind_barrier:
             free_s = float(timeline.end_s[barriers[rank, number - 1]])
         elif has_block:
-            free_s = blocks[before].end_s
+            free_s = blocks[block_before].end_s
         free_s = min(free_s, came_s)
         _add(pieces, "collective", block, until_s - came_s)
         _add(pieces, "pause", block, came_s - free_s)
         if not is_behind_barrier:
-            return before if has_block else None, free_s
+            return block_before if has_block else None, free_s
         number, until_s = number - 1, free_s
 
 

@@ -138,8 +138,8 @@ class LossWeights:
         if not counts.is_counted:
             return LossShares(weights, fractions)
         by_name = {
-            name: self.shares_of(named, job and ((job_totals or {})[name], num_microbatches))
-            for name, named in counts.by_name.items()
+            name: self.shares_of(named_counts, job and ((job_totals or {})[name], num_microbatches))
+            for name, named_counts in counts.by_name.items()
         }
         return LossShares(weights if total else [0.0] * len(weights), fractions, counts.slices, by_name)
 
