@@ -93,6 +93,21 @@ def test_a_profile_and_a_memory_report_are_of_the_number_that_their_batch_makes(
     assert on_ranks(2, case) == [([12, 12], list(expected))] * 2
 
 
+@pytest.mark.parametrize("num_rows", [8, 32])
+def test_replicas_draw_as_one_process_that_runs_the_microbatches_of_all(num_rows):
+    inputs, target = (values(seed, num_rows, WIDTH, dtype=FLOAT) for seed in (1, 2))
+
+    def case(places, num_replicas):
+        layers = [*float_layers(FLOAT, 2), nn.Dropout(0.5)]
+        pipeline = Pipeline(layers, "1f1b", None, square_loss, mesh=places, microbatch_size=1, seed=3)
+        rows, wanted = (tensor.chunk(num_replicas)[places.replica] for tensor in (inputs, target))
+        return pipeline.step(rows, target=wanted).loss.item()
+
+    alone, two, four = (on_mesh(1, num, case, num)[0] for num in (1, 2, 4))
+
+    assert [two, four] == pytest.approx([alone] * 2, abs=1e-12)
+
+
 def test_random_numbers_of_replicas_differ_for_any_number_of_microbatches():
     def case(places):
         layers = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)]

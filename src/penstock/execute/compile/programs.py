@@ -80,7 +80,7 @@ class CompiledPrograms:
         randomness = Randomness(
             session.options.seed,
             default_generators(session.device),
-            session.places.replica * max(program.num_microbatches, session.schedule.num_microbatches),
+            session.places.replica * program.num_microbatches,  # in training, all replicas have as many
             self._longest_wait_s,
         )
         stores = {stage: unit.gradients for stage, unit in units}
