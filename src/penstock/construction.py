@@ -69,7 +69,7 @@ class Programs:
 
         An evaluation may have fewer microbatches than the schedule. Then the program gathers sharded weights as often
         as that of the replica with the most microbatches, since a gather is a collective of all replicas. Where their
-        number follows from their size, each number has a schedule of its own.
+        number follows from their size, each number has a schedule of its own in training.
 
         Raises:
             ScheduleError, ConfigError: there is no such schedule, or no memory for it.
@@ -82,12 +82,13 @@ class Programs:
                 return self._lowered(self._plan.schedule_of(num_microbatches))
             case Mode.TRAIN_SPLIT:
                 return self._lowered(with_split_backwards(self._plan.schedule_of(num_microbatches)))
-        if most_microbatches < schedule.num_microbatches:
-            program = self._lowered(schedule.forward_only().first_microbatches(most_microbatches))
-        elif most_microbatches > schedule.num_microbatches:
-            program = self._lowered(self._plan.schedule_of(most_microbatches).forward_only())
-        else:
+        num_usual = schedule.num_microbatches
+        if most_microbatches == num_usual:
             program = self.training if self.training.is_forward_only else self._lowered(schedule.forward_only())
+        else:
+            # An evaluation may have any number, also one for which the family has no schedule, such as an odd one.
+            whole = self._plan.schedule_of(num_usual * -(-most_microbatches // num_usual))
+            program = self._lowered(whole.forward_only().first_microbatches(most_microbatches))
         return program if num_microbatches == most_microbatches else program.first_microbatches(num_microbatches)
 
     def _lowered(self, schedule: Schedule | Program) -> Program:

@@ -76,6 +76,17 @@ def test_an_evaluation_of_any_rows_gives_the_loss_of_one_process():
     assert found == again == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("num_rows", [6, 18, 30])
+def test_an_evaluation_may_have_a_number_for_which_the_family_has_no_schedule(num_rows):
+    task = task_of(num_rows)
+
+    def case(wires):
+        pipeline = Pipeline(task.make_layers(), "dualpipe", None, square_loss, transport=wires, microbatch_size=2)
+        return pipeline.evaluate(*task.inputs, target=task.target).loss.item()
+
+    assert on_ranks(2, case) == pytest.approx([task.reference(1)[0].loss.item()] * 2, abs=1e-12)
+
+
 def test_a_profile_and_a_memory_report_are_of_the_number_that_their_batch_makes():
     task = task_of(24)
 
