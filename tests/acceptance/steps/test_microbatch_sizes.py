@@ -147,6 +147,7 @@ def test_uneven_rows_make_one_microbatch_more_where_they_may():
 REFUSED = {
     "rows that do not divide": ((task_of(9).inputs[0],), "has 9 rows, which microbatches of 2 rows do not"),
     "a PreSplit": ((PreSplit([torch.zeros(2, WIDTH)] * 8),), "a PreSplit, whose parts have sizes of their own"),
+    "no rows": ((torch.zeros(0, WIDTH, dtype=torch.float64),), "has 0 rows"),
     "a Stream": ((Stream([]),), "a Stream brings microbatches of sizes of its own"),
 }
 

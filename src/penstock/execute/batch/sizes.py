@@ -78,7 +78,7 @@ def count_parts(leaf: Leaf, size: int, axis: Axis, allow_ragged: bool) -> int:
             f"{leaf} has {count_of(length, axis.unit)}, which {axis.parts} of {count_of(size, axis.unit)} do not "
             f"divide. Use {_said_divisors(length)} {axis.unit}s in each, or pass allow_ragged=True"
         )
-    return -(-length // size)
+    return max(1, -(-length // size))  # no rows make one part, which `even_sizes` refuses
 
 
 def require_equal(axis: Axis, measured: Sequence[MeasuredLeaf]) -> None:
