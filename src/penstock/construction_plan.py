@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -246,7 +246,7 @@ def _resolved_schedule(
     require_schedule(schedule)
     # Options of a family, such as a number of warm-up steps, go with the name of a family alone. `slices` is both: an
     # option of the pipeline, and of the families that know slices.
-    family_options: dict[str, Any] = joined.family_options
+    family_options = dict(joined.family_options)
     if is_family_name(schedule):
         refuse_unknown(family_options, schedule, find_family(schedule).all_options)
         if options.slices is not None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, StepRefused
-from penstock.execute.batch.microbatch import PreSplit
+from penstock.execute.batch.microbatch import BatchSpec, PreSplit, Replicate, Split
 from penstock.execute.batch.stream import Stream
 from penstock.pipeline import Pipeline
 from penstock.proofs import check
@@ -13,7 +13,9 @@ from penstock.schedules import build
 from tests.support.local_pipelines import (
     NEARLY,
     WIDTH,
+    Around,
     Task,
+    block,
     difference,
     error_of,
     float_layers,
@@ -168,6 +170,45 @@ def test_what_goes_without_a_size_is_refused_on_all_ranks_and_the_next_step_runs
     with pytest.raises(StepRefused, match=told):
         raise found[0][0]
     assert difference([outcome for _, outcome in found], task.reference(12), **NEARLY) == []
+
+
+class Scaled(Around):
+    """A layer with a factor, for which it takes a keyword."""
+
+    def forward(self, x, *, scale):
+        return self.inner(x) * scale
+
+
+def with_scale(task, scale, family, **options):
+    """Return a step's outcome, or refusal, on three ranks; the second one alone is given anything of `scale`."""
+
+    def case(wires):
+        layers = [block(0, FLOAT), Scaled(1, FLOAT), block(2, FLOAT)]
+        pipeline = Pipeline(layers, family, None, square_loss, transport=wires, microbatch_size=2, **options)
+        takes = [wires.rank == 0, wires.rank == 2]
+        try:
+            return pipeline.step(
+                *task.inputs * takes[0],
+                target=task.target if takes[1] else None,
+                **({"scale": scale} if wires.rank == 1 else {}),
+            ).loss.item()
+        except StepRefused as error:
+            return str(error)
+
+    return on_ranks(3, case)
+
+
+@pytest.mark.parametrize("num_rows", [8, 24])
+def test_slices_of_any_number_of_microbatches_are_those_of_one_process(num_rows):
+    task = Task(None, (values(1, num_rows, 4, WIDTH, dtype=FLOAT),), values(2, num_rows, 4, WIDTH, dtype=FLOAT))
+    # One factor for each position, and none for rows: the second rank hears of the number of microbatches.
+    scale = values(3, 1, 4, 1, dtype=FLOAT)
+    options = {"specs": BatchSpec(kwargs=Replicate()), "slice_specs": BatchSpec(kwargs=Split(1))}
+
+    found = with_scale(task, scale, "seq1f1b", slices=2, **options)
+
+    outputs = block(2, FLOAT)(Scaled(1, FLOAT)(block(0, FLOAT)(*task.inputs), scale=scale))
+    assert found == pytest.approx([square_loss(outputs, task.target).item()] * 3, abs=1e-12)
 
 
 def test_a_number_for_which_the_family_has_no_schedule_is_refused_on_all_ranks_and_the_next_step_runs():

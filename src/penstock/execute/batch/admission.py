@@ -77,7 +77,7 @@ class Admission:
             keywords=local_batch.digests[1] or None,
             target=local_batch.digests[2] or None,
             sizes=_unless_zero([microbatch.size for microbatch in local_batch.microbatches]),
-            lengths=_unless_zero([part.length for slices in local_batch.slices for part in slices]),
+            lengths=_unless_zero(_lengths_of(local_batch)),
             uncut_rows=local_batch.uncut_rows,
             takes_keywords=bool(self.cutter.needs.keywords),
             takes_target=self.cutter.needs.target,
@@ -153,6 +153,16 @@ class Admission:
         """
         is_due = self._is_due(mode) or self._num_admitted[mode.is_training] == 1
         return self.checks_values and mode.is_training and is_due
+
+
+def _lengths_of(batch: Batch) -> list[int]:
+    """Return the lengths of the slices of one microbatch where all are alike, else of every microbatch.
+
+    A rank without rows of the batch may not know how many microbatches there are.
+    """
+    lengths = [[part.length for part in slices] for slices in batch.slices]
+    are_alike = all(numbers == lengths[0] for numbers in lengths)
+    return [number for numbers in (lengths[:1] if are_alike else lengths) for number in numbers]
 
 
 def _unless_zero(numbers: list[int]) -> list[int] | None:

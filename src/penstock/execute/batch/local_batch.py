@@ -94,7 +94,9 @@ class BatchCutter:
         """Return a batch with the rows and slice lengths that some rank knows, and what brings its data in time."""
         width = self.rule.num_slices
         rows = agreed.sizes or (0,) * self.rule.num_microbatches
-        lengths = agreed.lengths or (0,) * (len(rows) * width)
+        lengths = agreed.lengths or (0,) * width
+        if len(lengths) == width:
+            lengths = tuple(lengths) * len(rows)
         if width > 1 and not any(lengths):
             raise StepRefused(
                 f"nothing in the batch has a dimension {self.rule.slice_dim} to cut into {width} slices; give "

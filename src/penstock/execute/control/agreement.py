@@ -97,7 +97,7 @@ class StepProposal:
     )
     """Rows of each microbatch; None where the rank was given nothing to split."""
     lengths: Sequence[int] | None = field(default=None, metadata=_batch_rule("These are the lengths of slices. "))
-    """Lengths of the slices of each microbatch; None where the rank was given nothing to cut."""
+    """Lengths of the slices of one microbatch where all are alike, else of each; None where nothing is to be cut."""
     uncut_rows: Sequence[Sequence[Any]] = ()
     """Pairs (rows, why a batch of so many is refused), from a rank that was given nothing to split."""
 
@@ -151,7 +151,7 @@ class AgreedStep:
     sizes: Sequence[int]
     """Rows of each microbatch, from whichever rank knows them; empty if none does."""
     lengths: Sequence[int]
-    """Lengths of the slices of each microbatch, from whichever rank knows them; empty if none does."""
+    """Lengths of slices, as in a `StepProposal`, from whichever rank knows them; empty if none does."""
     wanting_outputs: frozenset[int]
     """Ranks on which the outputs stay, if they are made on them."""
     output_ranks: Sequence[int]
