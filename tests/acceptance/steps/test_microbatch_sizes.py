@@ -148,7 +148,10 @@ def test_uneven_rows_make_one_microbatch_more_where_they_may():
 
 REFUSED = {
     "rows that do not divide": ((task_of(9).inputs[0],), "has 9 rows, which microbatches of 2 rows do not"),
-    "a PreSplit": ((PreSplit([torch.zeros(2, WIDTH)] * 8),), "a PreSplit, whose parts have sizes of their own"),
+    "a PreSplit": (
+        (PreSplit([torch.zeros(2, WIDTH)] * 8),),
+        "a PreSplit, whose parts have a number and sizes of their own",
+    ),
     "no rows": ((torch.zeros(0, WIDTH, dtype=torch.float64),), "has 0 rows"),
     "a Stream": ((Stream([]),), "a Stream brings microbatches of sizes of its own"),
 }
@@ -196,6 +199,15 @@ def with_scale(task, scale, family, **options):
             return str(error)
 
     return on_ranks(3, case)
+
+
+@pytest.mark.parametrize("num_rows", [8, 16, 24])
+def test_a_presplit_on_a_rank_without_rows_is_refused_for_any_number(num_rows):
+    scale = PreSplit([torch.tensor(1.0 + index, dtype=FLOAT) for index in range(8)])
+
+    refusals = with_scale(task_of(num_rows), scale, "1f1b", specs=BatchSpec(kwargs=Replicate()))
+
+    assert all("kwargs['scale'] is a PreSplit, whose parts have a number" in text for text in refusals)
 
 
 @pytest.mark.parametrize("num_rows", [8, 24])

@@ -61,9 +61,8 @@ class BatchRule:
         marked_values = list(_marked_values(batch, self.specs))
         leaves = [leaf_along(SAMPLES, place, value, mark, 0) for _, place, value, [mark] in marked_values]
         sizes = self._sizes(leaves) or [0] * self.num_microbatches  # rows of each microbatch
-        # An evaluation of few rows makes fewer microbatches, and a size may make any number. `rows_of` then refuses a
-        # PreSplit of another number.
-        for leaf in leaves if len(sizes) != self.num_microbatches else ():
+        # An evaluation of few rows makes fewer microbatches. `rows_of` then refuses a PreSplit with more parts.
+        for leaf in leaves if len(sizes) < self.num_microbatches else ():
             rows_of(leaf, len(sizes))
         # An object that cannot be cut would go whole to every microbatch, so it must not hold rows of the batch. A
         # batch without rows is not examined: an empty tensor in such an object would seem to hold them.
@@ -121,6 +120,13 @@ class BatchRule:
 
     def _sizes(self, leaves: Sequence[Leaf]) -> list[int]:
         """Return the rows of each microbatch on which all leaves agree; empty where nothing is split."""
+        presplit_leaf = next((leaf for leaf in leaves if isinstance(leaf.value, PreSplit)), None)
+        if self.microbatch_size and presplit_leaf is not None:
+            # Marked `Replicate`, too: a rank without rows does not know how many parts there must be.
+            raise PipelineError(
+                f"{presplit_leaf.place} is a PreSplit, whose parts have a number and sizes of their own, beside "
+                f"microbatch_size = {self.microbatch_size}; pass tensors, or give the pipeline microbatches="
+            )
         measured = [(leaf, rows) for leaf in leaves if (rows := rows_of(leaf, self.num_microbatches)) is not None]
         tensors = [(leaf, rows) for leaf, rows in measured if isinstance(rows, int)]
         presplits = [(leaf, rows) for leaf, rows in measured if isinstance(rows, tuple)]
@@ -128,11 +134,6 @@ class BatchRule:
         require_equal(SAMPLES, presplits)
         if not presplits:
             return self._even_sizes(*tensors[0]) if tensors else []
-        if self.microbatch_size:
-            raise PipelineError(
-                f"{presplits[0][0].place} is a PreSplit, whose parts have sizes of their own, beside microbatch_size = "
-                f"{self.microbatch_size}; pass tensors, or give the pipeline microbatches="
-            )
         sizes = list(presplits[0][1])
         if tensors and not self._may_be_cut(*tensors[0], sizes, leads=isinstance(leading_rows(measured), tuple)):
             raise other_rows(presplits[0], tensors[0])
