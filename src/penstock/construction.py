@@ -144,7 +144,8 @@ def construct(joined: Joined, make_plan: Callable[[], Plan]) -> tuple[Runner, li
         require_equal_replicas([report["state"] for report in reports], places)
     # Values come from the first replica, and those of tied copies from their owners.
     runner.session.parameters.take_first_values()
-    advice = few_microbatches(runner.session.program)
+    # Where their number follows from their size, it is not known yet.
+    advice = None if plan.options.microbatch_size else few_microbatches(runner.session.program)
     if advice is not None and places.index == 0:
         warn(advice)
     if plan.frees_other_stages:

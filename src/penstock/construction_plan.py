@@ -40,7 +40,13 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.lowering import Sharding
 from penstock.partition.split import split_over
-from penstock.planning import LAYERS_PER_STAGE, ScheduleLike, count_stages_per_rank, resolve_plan
+from penstock.planning import (
+    DEFAULT_MICROBATCHES,
+    LAYERS_PER_STAGE,
+    ScheduleLike,
+    count_stages_per_rank,
+    resolve_plan,
+)
 from penstock.schedules import find_family, is_family_name
 from penstock.version import VERSION
 
@@ -96,6 +102,8 @@ class Plan:
             stages_per_rank = count_stages_per_rank(schedule, len(self.layers), options.layers_per_stage, num_ranks)
         if options.microbatch_size is not None:
             _require_following_number(schedule, microbatches)
+            # Stages are planned for a number that every family takes: DualPipe has two on their way per rank.
+            microbatches = max(DEFAULT_MICROBATCHES, 2 * joined.transport.num_ranks)
         make_orders = partial(_resolved_schedule, joined, schedule, stages_per_rank=stages_per_rank)
         self._make_orders = make_orders if is_family_name(schedule) else None
         self.orders = make_orders(microbatches)

@@ -78,6 +78,28 @@ def test_an_evaluation_of_any_rows_gives_the_loss_of_one_process():
     assert found == again == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_family_that_needs_more_microbatches_than_usual_takes_a_size():
+    task = task_of(36)
+    task.make_layers = lambda: float_layers(FLOAT, 12)
+
+    by_rank = on_ranks(6, sized, "dualpipe-v", 2, [task])
+
+    assert difference([outcome for ((outcome, _),) in by_rank], task.reference(18), **NEARLY) == []
+
+
+def test_nothing_is_said_of_few_microbatches_before_a_batch_makes_them(recwarn):
+    options = {"microbatch_size": 2, "stages_per_rank": 5}  # 10 stages, more than the 8 microbatches of a default
+
+    on_ranks(
+        2,
+        lambda wires: Pipeline(
+            float_layers(num_layers=10), "interleaved-1f1b", None, square_loss, transport=wires, **options
+        ),
+    )
+
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 @pytest.mark.parametrize("num_rows", [6, 18, 30])
 def test_an_evaluation_may_have_a_number_for_which_the_family_has_no_schedule(num_rows):
     task = task_of(num_rows)
