@@ -71,7 +71,7 @@ def even_sizes(leaf: Leaf, num_parts: int, axis: Axis, allow_ragged: bool) -> li
 
 
 def count_parts(leaf: Leaf, size: int, axis: Axis, allow_ragged: bool) -> int:
-    """Return how many parts of a size a length makes, the last one smaller or not. Raises: PipelineError."""
+    """Return how many parts of at most this size a length makes. Raises: PipelineError: they cannot all be of it."""
     length = leaf.length
     if length % size and not allow_ragged:
         raise PipelineError(
