@@ -83,7 +83,7 @@ def read_loss(value: object, microbatch: int, count: float | Mapping[str, float]
     Raises:
         PipelineError: it is none of the forms, its weight is not the count, or its names are not those of the count.
     """
-    if isinstance(count, Mapping):
+    if count is not None and isinstance(count, Mapping):  # to ask takes as long as a send, and most have no count
         return _read_counted_losses(value, microbatch, count)
     if isinstance(value, Tensor):
         return LossParts(scalar_loss(value, microbatch))

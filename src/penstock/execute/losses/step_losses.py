@@ -69,7 +69,7 @@ class StepLosses:
             self.examine_target(place, target)
         factor = self.shares.factor(*place)
         # A loss function may return several values: the loss, parts of it by name, and what the caller wants reported.
-        named_factors = self.shares.named_factors(*place)
+        named_factors = self.shares.named_factors(*place) if self.shares.by_name else None
         parts = self._loss_parts(self.loss, place, outputs, target, named_factors or factor)
         # The loss is copied: several of torch's means, as mse_loss, keep the memory of all elements, and a loss
         # function may add to what it has returned.
@@ -87,10 +87,8 @@ class StepLosses:
             )
         if not (factor and named_factors):
             return self.root_of(parts.loss, factor)
-        terms = [
-            parts.named_losses[name] * (share * self.num_averaged) for name, share in named_factors.items() if share
-        ]
-        return self._scaled(sum(terms[1:], start=terms[0]))
+        terms = [parts.named_losses[name] * share for name, share in named_factors.items() if share]
+        return self.root_of(sum(terms[1:], start=terms[0]), 1.0)
 
     def note(self, name: LossName, place: MicrobatchKey, loss: Tensor) -> None:
         """Remember a loss by its name; losses of several stages of this rank are added up."""
@@ -104,7 +102,10 @@ class StepLosses:
 
         A weight of 0 means no tokens: such a loss may be NaN, and 0 x NaN would reach every weight.
         """
-        return self._scaled(loss * (factor * self.num_averaged)) if factor else None
+        if not factor:
+            return None
+        weighted = loss * (factor * self.num_averaged)
+        return weighted if self.scale is None else apply_scale(self.scale, weighted)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of a loss function that is a module; empty for a plain function."""
@@ -113,9 +114,6 @@ class StepLosses:
     def forgetting(self) -> "StepLosses":
         """Return the same rules without losses, for forwards that run again."""
         return replace(self, computed={}, named_losses={}, reported={})
-
-    def _scaled(self, weighted: Tensor) -> Tensor:
-        return weighted if self.scale is None else apply_scale(self.scale, weighted)
 
     def _loss_parts(
         self, loss: Loss, place: MicrobatchKey, outputs: Any, target: Any, factor: float | dict[str, float]
