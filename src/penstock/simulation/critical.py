@@ -72,7 +72,7 @@ def _step_back(
     previous_index, message, gather = previous[index], block.last_message, block.gather
     free_s = begin_s if previous_index is None else min(blocks[previous_index].end_s, block.start_s)
     arrival_s = free_s if message is None else message.arrival_s
-    if gather is not None and gather.end_s > max(free_s, arrival_s):
+    if gather is not None and gather.end_s > max(free_s, arrival_s, gather.begin_s):  # one at no cost holds up nothing
         return _step_over_gather(blocks, previous, index, begin_s, pieces)
     data_ready_s = max((wait.end_s for wait in block.local_waits), default=free_s)
     if message is None or arrival_s <= max(free_s, data_ready_s):
