@@ -23,7 +23,7 @@ import numpy as np
 
 from penstock.ir.deps import predecessors
 from penstock.ir.hot import Int64s
-from penstock.ir.linear_extension import UNITS, walk_untimed
+from penstock.ir.linear_extension import walk_untimed, whole_ends
 from penstock.ir.program import Program
 from penstock.ir.table import Ints
 
@@ -40,10 +40,9 @@ class Clock(NamedTuple):
     def of(cls, program: Program) -> "Clock":
         """Walk through the computations of a program, which can run to their end."""
         actions = program.actions()
-        start = walk_untimed(actions, predecessors(actions)).start.astype(np.int64)
-        units = UNITS.astype(np.int64)[actions.op]
+        start = walk_untimed(actions, predecessors(actions)).start
         first = np.flatnonzero(~np.append(False, actions.joined[:-1]))
-        end = start[first] + np.add.reduceat(units, first)
+        end = whole_ends(actions, start)[first]
         rank = actions.rank_of_row[first].astype(np.int64)
         begin = np.append(0, end[:-1])
         begin[np.append(True, np.diff(rank) > 0)] = 0
