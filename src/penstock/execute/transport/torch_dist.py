@@ -279,8 +279,11 @@ class TorchTransport(OverLinks):
             return GroupedLink(peer, self._groups, self.is_device_held_up)
         directions = (UPWARD, DOWNWARD) if self.rank < peer else (DOWNWARD, UPWARD)
         outgoing, incoming = (backends[name] for name in directions)
-        make_pending = lambda work, tensor: QueuedMessage(work, tensor, self.is_device_held_up)  # noqa: E731  # set later
-        return BackendLink(peer, Tag.DATA, outgoing, incoming, make_pending)
+
+        def queued(work: dist.Work, tensor: Tensor) -> QueuedMessage:
+            return QueuedMessage(work, tensor, self.is_device_held_up)  # a replica's may be set later
+
+        return BackendLink(peer, Tag.DATA, outgoing, incoming, queued)
 
     def _opened(self, ticket: Ticket, pending: Pending | None) -> Ticket:
         if self.turns is not None and isinstance(pending, QueuedMessage):
