@@ -6,6 +6,7 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.moving.deepspeed import PipelineModule, initialize
+from tests.acceptance.steps.test_streamed_steps import noted
 from tests.moving.test_deepspeed import check, data, halving, on_engines, one_process, parameters_of, sgd
 from tests.support.local_pipelines import VOCABULARY, WIDTH, block, error_of, square_loss, values
 
@@ -21,12 +22,6 @@ class Noting(nn.Module):
     def forward(self, features):
         self._log.append("F")
         return self.inner(features)
-
-
-def noted(log, items):
-    for index, item in enumerate(items):
-        log.append(f"pull {index}")
-        yield item
 
 
 def pairs(num_items, rows=2, labels=None):

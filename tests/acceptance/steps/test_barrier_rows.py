@@ -10,18 +10,9 @@ from torch import nn
 from penstock.lowering import lower
 from penstock.pipeline import Pipeline
 from penstock.schedules import build
+from tests.acceptance.steps.test_ways_of_messages import FAMILIES, WAYS
 from tests.support.local_pipelines import WIDTH, block, on_ranks, settle
 from tests.support.ranks import run_ranks
-
-WAYS = ["posted", "coalesced", "rendezvous"]
-FAMILIES = {
-    "gpipe": {},
-    "1f1b": {},
-    "interleaved-1f1b": {"stages_per_rank": 2},
-    "looped-bfs": {"stages_per_rank": 2},
-    "zbv": {},
-    "dualpipe-v": {},
-}
 
 
 def trained(transport, program, messages="posted", **options):
