@@ -22,11 +22,13 @@ from penstock.hugging_face.undocumented import give_values, make_unsaved_buffers
 from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models.cutting.batch_signature import BatchSignature
 from penstock.models.cutting.cut import CutSpec, multiplications, segments, tensors_of_segment
+from penstock.models.cutting.entry import PartCall
+from penstock.models.cutting.forward import CutForward, Segment
 from penstock.models.cutting.frame import Template
 from penstock.models.cutting.order import in_order_of_calls
-from penstock.models.cutting.part import CutForward, CutPart, PartCall, Segment, part_class
-from penstock.models.cutting.placeholders import tensors_in, without_values
+from penstock.models.cutting.part import CutPart, part_class
 from penstock.models.cutting.points import cut_model
+from penstock.models.cutting.trees import tensors_in
 
 TOKENS = "input_ids"
 """The argument that only the first stage needs."""
@@ -60,8 +62,8 @@ def from_transformers(
     blocks = sources.blocks_of(model)
     entry, complete = _Entry(model), partial(make_unsaved_buffers, model)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    trial_call = partial(entry.call, part_call=PartCall((tokens,), {}, is_first=True))
-    cut = in_order_of_calls(model, cut_model(model, [f"{blocks}.*"]), f"{blocks}.", complete, trial_call)
+    trial_batch = PartCall((tokens,), {}, is_first=True)
+    cut = in_order_of_calls(model, cut_model(model, [f"{blocks}.*"]), f"{blocks}.", complete, entry, trial_batch)
     # Each layer runs the model's own forward between two points.
     forward = CutForward(Template(model, cut, complete), entry)
     parts = segments(cut, [name for name in cut.points if name.startswith(f"{blocks}.")][-1])
@@ -139,21 +141,20 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class _Entry:
-    """How a stage calls the forward of the whole model: with tokens on the first, with embeddings on all others."""
+    """How a stage calls the forward of the whole model: with tokens, which the first stage alone is given."""
 
     def __init__(self, model: Any) -> None:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(model.forward).parameters
         self.batch_signature = BatchSignature(model, (TOKENS, *KEYWORDS), first=(TOKENS,))
         # The loss that balances experts is made of results of the blocks (balance.py), not in the model's forward.
         self._quiet = {"output_router_logits": False} if "output_router_logits" in parameters else {}
-        self._width = model.get_input_embeddings().embedding_dim
 
     def call(self, model: nn.Module, part_call: PartCall) -> Any:
-        if part_call.is_first and len(part_call.inputs) == 1:
-            batch: dict[str, Any] = {TOKENS: part_call.inputs[0]}
+        if part_call.is_first:
+            (tokens,) = part_call.inputs
         else:
             hidden = next(iter(tensors_in(part_call.inputs)))
-            bare = torch.empty((*hidden.shape[:2], self._width), dtype=hidden.dtype, device="meta")
-            batch = {"inputs_embeds": without_values(bare, hidden.device, is_dense=part_call.is_dense)}
+            tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
+        batch = {TOKENS: part_call.batch_leaf(TOKENS, tokens)}
         # With a cache, transformers no longer sees where packed sequences end.
         return model(**batch, **part_call.keywords, use_cache=False, return_dict=True, **self._quiet).logits

@@ -178,5 +178,5 @@ def test_an_unsaved_buffer_that_counts_forwards_is_refused():
 
     parts = cut(Counting(), ["blocks.*"])
 
-    with pytest.raises(PenstockError, match=r"changes the buffer 'calls' in place, of which each stage has a copy"):
+    with pytest.raises(PenstockError, match=r"changes 'calls' for later forwards"):
         parts[0](words=torch.arange(5))

@@ -1,51 +1,37 @@
-"""The forward calls the points of a cut in their order, or is refused."""
+"""A run of a part refuses what differs from the run without values, by names."""
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.errors import PenstockError
-from tests.models.cutting.test_frame import WORDS, Model, course_of, frame_of
+from penstock.models.cutting.course import require_shapes
+from penstock.models.cutting.cut import cut
+from tests.models.cutting.test_part import run
+
+ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
-def test_points_out_of_order_are_refused_by_both_names():
-    model = Model()
-    frame = frame_of(model)
-    course = course_of(frame, "head", None, {}, None, ("blocks.0", "blocks.2", "blocks.1", "head"))
-
-    with pytest.raises(PenstockError, match=r"calls 'blocks.1' where 'blocks.2' was expected"):
-        frame.run(lambda copied: copied(WORDS), course, {}, is_training=False)
+def test_an_output_of_other_shapes_than_found_is_refused():
+    with pytest.raises(PenstockError, match=r"'a' returns tensors of the shapes \[\(2,\)\]; expected \[\(3,\)\]"):
+        require_shapes("a", (torch.ones(2), None), ((3,),))
+    require_shapes("a", [torch.ones(2), 1], ((2,),))
 
 
-class Late(Model):
-    """Calls what is defined first behind the first block, too."""
+class Model(nn.Module):
+    """Goes another way where values are there: what the batch holds is changed behind its back."""
 
-    def forward(self, words):
-        hidden = self.blocks[0](self.words(words) + self.place)
-        return self.head(hidden + self.words(words))
+    def __init__(self):
+        super().__init__()
+        self.inp, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
-
-def test_a_module_of_another_part_that_is_called_behind_the_start_is_refused():
-    frame = frame_of(Late())
-    course = course_of(frame, "blocks.0", None, {}, torch.ones(5, 4))
-
-    with pytest.raises(
-        PenstockError, match=r"calls 'words' behind 'blocks.0', though it is defined before; name it as"
-    ):
-        frame.run(lambda copied: copied(WORDS), course, {}, is_training=False)
+    def forward(self, rows, ways):
+        hidden = first = self.inp(rows)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden * (first if ways.pop() else 2)
 
 
-class Short(Model):
-    """Ends before its last point."""
-
-    def forward(self, words):
-        return self.blocks[0](self.words(words) + self.place)
-
-
-def test_a_forward_that_ends_before_the_point_at_which_a_part_ends_is_refused():
-    frame = frame_of(Short())
-    course = course_of(frame, None, "blocks.1", {})
-
-    with pytest.raises(
-        PenstockError, match=r"has ended and has not called 'blocks.1'; give the points of the cut in the"
-    ):
-        frame.run(lambda copied: copied(WORDS), course, {}, is_training=False)
+def test_a_forward_that_goes_another_way_than_without_values_is_refused():
+    with pytest.raises(PenstockError, match=r"depends on 'inp', which a layer of another stage computes"):
+        run(cut(Model(), ["blocks.*"]), rows=ROWS, ways=[True, False])

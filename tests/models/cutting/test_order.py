@@ -1,8 +1,10 @@
-"""Points are sorted by a trial forward, which runs stand-ins alone."""
+"""Points are sorted by a run without values."""
 
 import torch
 from torch import nn
 
+from penstock.models.cutting.cut import ByName
+from penstock.models.cutting.entry import PartCall
 from penstock.models.cutting.order import in_order_of_calls
 from penstock.models.cutting.points import cut_model
 
@@ -26,21 +28,23 @@ class Twice(Model):
         return self.norm(super().forward(words)[:, :4])
 
 
-def ordered(model, call):
-    return in_order_of_calls(model, cut_model(model, ["blocks.*"]), "blocks.", None, call)
+class Broken(Model):
+    def forward(self, words):
+        raise IndexError
+
+
+def ordered(model):
+    batch = PartCall((), {"words": torch.arange(3)}, True)
+    return in_order_of_calls(model, cut_model(model, ["blocks.*"]), "blocks.", None, ByName(model), batch)
 
 
 def test_points_are_sorted_by_their_calls_and_what_is_never_called_begins():
-    model = Model()
-    cut = ordered(model, lambda copied: copied(torch.arange(3)))
+    cut = ordered(Model())
 
     assert cut.points == ("blocks.0", "blocks.1", "norm", "late", "head")
     assert cut.begin_modules == ("words", "unused")
 
 
 def test_a_forward_that_raises_or_calls_one_twice_leaves_the_cut_as_it_is():
-    def fail(copied):
-        raise IndexError
-
-    assert ordered(Model(), fail) == cut_model(Model(), ["blocks.*"])
-    assert ordered(Twice(), lambda copied: copied(torch.arange(3))) == cut_model(Model(), ["blocks.*"])
+    assert ordered(Broken()) == cut_model(Model(), ["blocks.*"])
+    assert ordered(Twice()) == cut_model(Model(), ["blocks.*"])

@@ -3,7 +3,15 @@
 import torch
 from torch import nn
 
-from penstock.models.cutting.undocumented import is_compiled, is_saved, version_of
+from penstock.models.cutting.undocumented import (
+    is_compiled,
+    is_saved,
+    own_tensors_of,
+    plain_attributes_of,
+    storage_key,
+    storage_of,
+    version_of,
+)
 
 
 def test_changes_in_place_are_counted():
@@ -27,3 +35,22 @@ def test_a_buffer_that_is_not_saved_is_known():
     assert {name for name, _ in module.named_buffers() if is_saved(module, name)} == {
         name for name in module.state_dict() if name not in dict(module.named_parameters())
     }
+
+
+def test_views_share_one_key_of_memory_also_on_the_meta_device():
+    for device in ("cpu", "meta"):
+        tensor, other = torch.empty(4, 2, device=device), torch.empty(4, device=device)
+        keys = [storage_key(storage_of(each)) for each in (tensor, tensor.T[0], other)]
+        assert keys[0] == keys[1] != keys[2]
+    assert storage_of(torch.zeros(2).to_sparse()) is None
+
+
+def test_a_module_has_its_own_tensors_in_two_dicts_which_reads_follow():
+    module = nn.BatchNorm1d(2)
+    parameters, buffers = own_tensors_of(module)
+    parameters["weight"], buffers["running_mean"] = torch.ones(2) * 3, torch.ones(2) * 4
+    assert module.weight.sum() == 6
+    assert module.running_mean.sum() == 8
+    module.scale = 3
+    assert plain_attributes_of(module)["scale"] == 3
+    assert not {"_parameters", "_buffers", "_modules", "training"} & plain_attributes_of(module).keys()

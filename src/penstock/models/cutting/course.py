@@ -1,18 +1,21 @@
-"""One run of a model's forward between two points of its cut, and how far it has come."""
+"""`Course`: one run of the forward for a part, from its point to the next one, with the part's own submodules."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.missing import Missing
-from penstock.models.cutting.placeholders import Placeholder, is_bare, tensors_in, versions_of, without_values
-from penstock.models.cutting.points import first_argument, refuse_gradients
-
-POINT_ORDER = "give the points of the cut in the order of the forward, in which each is called once"
+from penstock.models.cutting.labels import Labels, maker_of
+from penstock.models.cutting.local_calls import call_module
+from penstock.models.cutting.part_leaves import PartLeaves
+from penstock.models.cutting.placeholders import Placeholder, without_values
+from penstock.models.cutting.points import first_argument
+from penstock.models.cutting.routes import Routes
+from penstock.models.cutting.trees import items_in, map_tensors, tensors_in
 
 
 class Stopped(BaseException):
@@ -22,11 +25,11 @@ class Stopped(BaseException):
         self.output = output
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Course:
-    """One run of the forward from one point to another, and its progress: stand-ins ask it for what they return."""
+    """One run of the forward for a part, and how far it has come: stand-ins ask it for what they return."""
 
-    points: Mapping[str, int]
+    positions: Mapping[str, int]
     """The positions of the points in the forward, by name."""
     device: torch.device
     start: str | None
@@ -34,168 +37,149 @@ class Course:
     stop: str | None
     """The point at which the part ends; None: at the end of the forward."""
     part_modules: Mapping[str, nn.Module]
-    """The modules of the part, which run in place of their stand-ins."""
-    part_input: Any = None
-    """The input of the part, which takes the place of what its first module would get."""
-    is_dense: bool = False
-    """Whether tensors without values have memory for each element, so that the forward may change them in place."""
-    missing: Missing | None = None
-    """Finds what is computed from values that are not there, if that is wanted."""
-    at_start: Callable[[], None] = field(default=lambda: None)
+    """The submodules of the part, which run in place of their stand-ins."""
+    routes: Routes
+    part_input: Any
+    """The input of the part, which takes the place of what its first submodule would get."""
+    leaves: PartLeaves
+    at_start: Callable[[], None]
     """Called where the part begins."""
-    at_first_point: Callable[[], None] = field(default=lambda: None)
-    """Called where the forward meets its first point."""
-    point_arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    """The arguments of each point besides the first one, if that is wanted."""
-    called_names: list[str] | None = None
-    """The modules that the forward has called, if that is wanted."""
-    passing_points: set[str] = field(default_factory=set)
-    """The points whose output came to the next point as it was."""
-    same_mode_points: set[str] = field(default_factory=set)
-    """The points that the forward calls in the modes in which it was called itself, as of gradients and autocast."""
-    modes: tuple[Any, ...] = ()
-    """The modes in which the forward was called, as `modes_of` returns them."""
+    labels: Labels = field(init=False)
     position: int = -1
     """The position of the last point that the forward has called; -1 before the first."""
-    last_point: tuple[str, Any, tuple[int, ...]] = ("", None, ())
-    """The last point that was called, what it returned, and how often that had been changed in place."""
+    _num_calls: Counter[str] = field(default_factory=Counter)
 
-    def restart(self, *, is_dense: bool) -> None:
-        """Reset the progress, for another run of the forward."""
-        self.is_dense = is_dense
-        self.position, self.last_point = -1, ("", None, ())
-        self.passing_points.clear()
-        self.same_mode_points.clear()
+    def __post_init__(self) -> None:
+        self.labels = Labels(self, self.device)
 
     @property
     def is_inside(self) -> bool:
         """Whether the part has begun."""
-        return self.start is None or self.position >= self.points[self.start]
+        return self.start is None or self.position >= self.positions[self.start]
 
-    def call_module(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder) -> Any:
-        """Return what the forward of the model gets from its call of the submodule `name`.
+    def batch_leaf(self, name: str, tensor: Tensor) -> Tensor:
+        """Return an argument of the batch that the first stage alone is given: `tensor` is it, or has its shape."""
+        if self.start is None:
+            self.leaves.keep(name, tensor)
+            return tensor
+        return self._arriving(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
-        Submodules of this part are run. Others return tensors without values, of the shapes that `placeholder` finds.
+    def require_values(self, value: Any, place: str) -> None:
+        """Refuse a value that depends on what is not here. Raises: PenstockError."""
+        labels = self.labels.labels_of(value)
+        if labels:
+            raise self._lack(labels, place)
 
-        Raises:
-            PenstockError: the forward calls something out of order, or a submodule that should be a point of the cut.
-        """
-        if self.called_names is not None:
-            self.called_names.append(name)
-        if name in self.points:
-            return self._call_point(name, args, kwargs, placeholder)
-        if name in self.part_modules:
-            return self._run_part_module(name, args, kwargs)
-        # Behind the start of the part, a value that is missing would become part of the result.
-        if self.is_inside and self.start is not None:
-            raise PenstockError(
-                f"the forward calls {name!r} behind {self.start!r}, though it is defined before; name it as a point of "
-                "the cut, in the order of the forward"
-            )
-        return self.without_value(placeholder.of(args, kwargs), name, (args, kwargs))
+    def _lack(self, labels: frozenset[str], place: str) -> PenstockError:
+        return PenstockError(
+            f"{place} depends on {maker_of(min(labels))!r}, which a layer of another stage computes or holds, and "
+            "which a run without values did not use; all that the forward decides by must follow from the batch"
+        )
 
-    def without_value(self, value: Any, origin: str, inputs: Any = ()) -> Any:
-        """Return a tree like `value`, a result or attribute of the submodule `origin`, without its values.
+    # ---- what operators do
 
-        Tensors that are among the `inputs` of the submodule stay as they are.
-        """
-        input_tensors = tuple(tensors_in(inputs))
-        output = without_values(value, self.device, is_dense=self.is_dense, constants=input_tensors)
-        if self.missing is not None:
-            input_ids = set(map(id, input_tensors))
-            self.missing.mark(tuple(tensor for tensor in tensors_in(output) if id(tensor) not in input_ids), origin)
-        return output
+    def use_labels(self, labels: frozenset[str]) -> None:
+        """Refuse code of the part that computes from what is not here. Raises: PenstockError."""
+        if self.is_inside:
+            raise self._lack(labels, "what the forward computes")
 
-    def _run_part_module(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module of the part; missing values are not followed inside it, but from its inputs to its output."""
-        missing = self.missing
-        if missing is None:
-            return self.part_modules[name](*args, **kwargs)
-        origin = missing.origin_of((args, kwargs))
-        with missing.paused():
-            output = self.part_modules[name](*args, **kwargs)
-        if origin is not None:
-            missing.mark(output, origin)
-        return output
+    def draw(self, label: str, compute: Callable[[], Any]) -> tuple[Any, bool]:
+        """Draw within the part; before it, return what arrived, or a result without values."""
+        if self.is_inside:
+            output = compute()
+            self.leaves.keep(label, output)
+            return output, True
+        if label in self.leaves.arrived:
+            return self.leaves.arrived[label], True
+        return compute(), False
 
-    def _call_point(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder) -> Any:
-        """Return what the forward of the model gets from its call of the point `name`, or stop the forward there.
+    # ---- what stand-ins are asked
 
-        A point is a submodule at which the model is cut; a part is what one layer of the pipeline runs, from its point
-        `start` up to the call of the point `stop`. The first argument of a point is the value that goes from part to
-        part. A point of this part is run; any other returns a tensor without values, made by means of `placeholder`.
+    def call_method(
+        self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder
+    ) -> Any:
+        """Return what the forward gets from a submodule: run it, or return what arrived of it.
 
         Raises:
-            PenstockError: the forward calls the points in another order, or gives a point no argument or a gradient
-                that its part cannot get.
             Stopped: the part ends here; the exception has its output.
         """
-        self._require_next(name)
+        if name in self.positions:
+            args, kwargs = self._at_point(name, args, kwargs, placeholder)
+        label = f"{name}#{self._num_calls[name]}"
+        self._num_calls[name] += 1
+        if name in self.part_modules and self.is_inside:
+            self.require_values((args, kwargs), f"an argument of {name!r}")
+            with self.labels.paused():
+                output = call_module(self.part_modules[name], name, method, args, kwargs, self.routes)
+            require_shapes(name, output, self.routes.shapes[label])
+            self.leaves.keep_output(label, output)
+            return output
+        with self.labels.paused():
+            output = placeholder.output(method, args, kwargs, is_training=True)
+        next_index = iter(range(len(self.routes.shapes[label])))
+        input_ids = set(map(id, tensors_in((args, kwargs))))
+
+        def arriving(tensor: Tensor) -> Tensor:
+            index = next(next_index)
+            return tensor if id(tensor) in input_ids else self._arriving(f"{label}.{index}", tensor)
+
+        return map_tensors(arriving, output)
+
+    def local_module(self, name: str) -> nn.Module | None:
+        """Return the submodule itself where the part has it."""
+        return self.part_modules.get(name)
+
+    def tensor_attribute(self, label: str, tensor: Tensor) -> Tensor:
+        """Return a tensor that a submodule of another part holds, if it has arrived."""
+        return self._arriving(label, without_values(tensor, requires_grad=False))
+
+    def note_read(self, name: str, attribute: str) -> None:
+        """Make sure that a run without values has read it too. Raises: PenstockError."""
+        if attribute not in self.routes.reads.get(name, ()):
+            raise PenstockError(
+                f"the forward reads {attribute!r} of {name!r}, which a run without values did not; all that it decides "
+                "by must follow from the batch"
+            )
+
+    def note_write(self, name: str, attribute: str, value: Any) -> None:
+        """Refuse a value that is not here. Raises: PenstockError."""
+        if name in self.part_modules:
+            self.require_values(value, f"the attribute {attribute!r} of {name!r}")
+
+    # ---- the way of the forward
+
+    def _at_point(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a point, the first one as it arrived; or stop the forward there."""
         self.position += 1
-        value, further_args, further_kwargs = first_argument(args, kwargs, placeholder.module)
-        self._note_arrival(name, value)
+        if self.positions[name] != self.position:
+            raise PenstockError(f"the forward calls {name!r} in another order than a run of it without values")
+        first, further_args, further_kwargs = first_argument(args, kwargs, placeholder.owner)
         if name == self.stop:
-            # Only `value` goes on to the next part. A further argument would lose its gradient; it can need one in
-            # the first part alone, which holds the parameters outside of the points.
-            if self.start is None:
-                refuse_gradients(name, (further_args, further_kwargs))
-            raise Stopped(value)
+            self.require_values(first, f"what comes to {name!r}")
+            raise Stopped(first)
         if name == self.start:
             # What the forward has brought here has no values: the part's input, from another stage, takes its place.
             self.at_start()
-            value = self.part_input
-        if self.point_arguments is not None:
-            self.point_arguments[name] = further_args, further_kwargs
-        if name in self.part_modules:
-            output = self._run_part_module(name, (value, *further_args), further_kwargs)
-        else:
-            output = self._placeholder_output(name, value, further_args, further_kwargs, placeholder)
-        self.last_point = name, output, versions_of(output)
-        return output
+            if args:
+                return (self.part_input, *further_args), further_kwargs
+            return (), {**{next(iter(kwargs)): self.part_input}, **further_kwargs}
+        return args, kwargs
 
-    def _require_next(self, name: str) -> None:
-        """Refuse a call of the point `name` unless it is the next one of the cut. Raises: PenstockError."""
-        position = self.position + 1
-        if self.points[name] != position:
-            expected = next((point for point in self.points if self.points[point] == position), "the end")
-            raise PenstockError(f"the forward calls {name!r} where {expected!r} was expected; {POINT_ORDER}")
-
-    def _note_arrival(self, name: str, value: Any) -> None:
-        """Note whether the model's forward only hands `value` on to the point `name`, and in unchanged modes of torch.
-
-        Where it does so at all points of a part, the part can run without the model's forward.
-        """
-        previous_point, previous_output, previous_versions = self.last_point
-        # The same object, not changed in place meanwhile: the forward itself did nothing to it on the way.
-        if previous_point and value is previous_output and previous_versions == versions_of(value):
-            self.passing_points.add(previous_point)
-        if not self.position:
-            self.at_first_point()
-        if modes_of(self.device) == self.modes:
-            self.same_mode_points.add(name)
-
-    def _placeholder_output(
-        self, name: str, first: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder
-    ) -> Any:
-        """Return the output of a point of another part: tensors of the right shapes without values.
-
-        `first` is the argument that goes from part to part, `rest` and `kwargs` are the further ones.
-        """
-        # Most blocks return a tensor like their input; to return the input itself saves a third of a run. Not where
-        # missing values are followed: there each output has a tensor of its own, by which its origin is known.
-        if self.missing is None and placeholder.returns_kind_of(first) and is_bare(first):
-            return first
-        inputs = rest, kwargs
-        try:
-            returned = placeholder.of((first, *rest), kwargs)
-        except Exception:  # experts fail without values, which say their work; a block returns what is like its input
-            returned = first
-        placeholder.note_kind(first, returned)
-        return self.without_value(returned, name, inputs)
+    def _arriving(self, label: str, bare: Tensor) -> Tensor:
+        """Return a leaf that arrived, or one without values."""
+        if label in self.leaves.arrived:
+            return self.leaves.arrived[label]
+        self.labels.add_leaf(bare, label)
+        return bare
 
 
-def modes_of(device: torch.device) -> tuple[Any, ...]:
-    """Return torch's modes of this thread that change what a module computes."""
-    kind = "cpu" if device.type == "meta" else device.type
-    is_cast = torch.is_autocast_enabled(kind)
-    return torch.is_grad_enabled(), is_cast, torch.get_autocast_dtype(kind) if is_cast else None
+def require_shapes(name: str, output: Any, expected_shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Refuse an output of other tensors than the run without values has found. Raises: PenstockError."""
+    shapes = tuple(tuple(item.shape) for item in items_in(output) if isinstance(item, Tensor))
+    if shapes != expected_shapes:
+        raise PenstockError(
+            f"{name!r} returns tensors of the shapes {list(shapes)}; expected {list(expected_shapes)}, as in a run "
+            "without values. What a submodule returns must have shapes that follow from those of its inputs"
+        )

@@ -9,8 +9,10 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.models.cutting.batch_signature import BatchSignature
+from penstock.models.cutting.entry import PartCall
+from penstock.models.cutting.forward import CutForward, Segment
 from penstock.models.cutting.frame import Template
-from penstock.models.cutting.part import CutForward, CutPart, PartCall, Segment, part_class
+from penstock.models.cutting.part import CutPart, part_class
 from penstock.models.cutting.points import CutModel, cut_model, tensor_of
 from penstock.models.cutting.undocumented import is_compiled
 from penstock.models.layer import LayerSpec
@@ -123,8 +125,10 @@ class ByName:
 
     def __init__(self, model: nn.Module) -> None:
         self.batch_signature = BatchSignature(model)
+        # A cache of keys and values, which models of transformers fill by default, is of no use in training.
+        self._defaults = {name: False for name in ("use_cache",) if name in self.batch_signature.parameters}
 
     def call(self, model: nn.Module, part_call: PartCall) -> Any:
         # Bound again, for a part that no pipeline calls, or one inside a wrapper that hides how a batch is bound.
         inputs = part_call.inputs if part_call.is_first else ()
-        return model(**self.batch_signature.bind(inputs, part_call.keywords)[1])
+        return model(**self._defaults | self.batch_signature.bind(inputs, part_call.keywords)[1])

@@ -4,209 +4,193 @@
     part `blocks.1`  stand-in ...   stand-in ...   the block  ──► stop: what norm would get is the part's output
 
 The forward is the module's own, so masks, positions and whatever else a part is given are made as the module makes
-them. A stand-in returns tensors without values (placeholders.py), which need no gradient.
+them. What stand-ins return is on the meta device, and followed by labels (labels.py).
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError
-from penstock.models.cutting.course import POINT_ORDER, Course, Stopped, modes_of
-from penstock.models.cutting.placeholders import Placeholder, on_meta, versions_of, without_values
-from penstock.models.cutting.points import CutModel, set_tensor, tensor_of
+from penstock.models.cutting.labels import Labels
+from penstock.models.cutting.placeholders import Placeholder
+from penstock.models.cutting.points import CutModel, tensor_of
+from penstock.models.cutting.stand_in import Run, StandIn, bare_parameter
+from penstock.models.cutting.state import fingerprint, module_state
+from penstock.models.cutting.undocumented import own_tensors_of
+from penstock.models.skip import Skip
 
-ALIASED = "single memory location"
-"""torch's words for a change in place of a tensor that is one number, expanded."""
 Call = Callable[[nn.Module], Any]
 """Runs the forward of the module that it gets."""
-VersionedBuffers = dict[str, tuple[Tensor, tuple[int, ...]]]
-"""Buffers by name, with how often they were changed in place."""
-
-
-class _StandIn(nn.Module):
-    """Takes the place of a submodule; has its attributes, but none of its values."""
-
-    def __init__(self, name: str, placeholder: Placeholder, frame: "Frame") -> None:
-        super().__init__()
-        # Past nn.Module's __setattr__, which would register the frame and the module as submodules.
-        object.__setattr__(self, "_target", (name, placeholder, frame))
-        # A model may ask its parameters for their device and dtype.
-        for parameter_name, tensor in placeholder.module.named_parameters():
-            self._parameters[parameter_name] = nn.Parameter(without_values(tensor, frame.device), requires_grad=False)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The class of the module, for a forward that asks isinstance()."""
-        return type(self._target[1].module)
-
-    def __getattr__(self, name: str) -> Any:
-        module_name, placeholder, frame = self._target
-        if frame.course is not None and module_name in frame.course.part_modules:
-            return getattr(frame.course.part_modules[module_name], name)
-        value = getattr(placeholder.module, name)
-        if isinstance(value, nn.Module):
-            return _StandIn(f"{module_name}.{name}", Placeholder(value), frame)
-        if frame.course is None:
-            return without_values(value, frame.device)
-        return frame.course.without_value(value, f"{module_name}.{name}")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        name, placeholder, frame = self._target
-        course = frame.course
-        if course is None:
-            raise PenstockError(
-                f"the stand-in of {name!r} is called outside of a forward; call the layers of the pipeline"
-            )
-        return course.call_module(name, args, kwargs, placeholder)
-
-
-class Frame:
-    """One thread's copy, on one device, of the modules around the points of a model."""
-
-    def __init__(self, template: "Template", device: torch.device) -> None:
-        """Copy the template onto `device`, with a stand-in in the place of each submodule that parts run."""
-        self.device = device
-        self.course: Course | None = None
-        """The run that is under way; None between runs."""
-        # deepcopy takes what `memo` has for a module in place of a copy.
-        memo: dict[int, Any] = {
-            id(module): _StandIn(name, template.placeholders[name], self) for name, module in template.modules.items()
-        }
-        self.model: nn.Module = copy.deepcopy(template.model, memo)
-        template.complete(self.model, device)
-        self.model.to(device).eval()
-        # Tensors outside of the submodules: those that files have, and buffers of which each stage has a copy.
-        self._saved_names = template.cut.tensors
-        self._unsaved_buffers = {
-            name: buffer for name, buffer in self.model.named_buffers() if name not in self._saved_names
-        }
-        self._modules = [module for module in self.model.modules() if not isinstance(module, _StandIn)]
-
-    def run(self, call: Call, course: Course, tensors: Mapping[str, Tensor], *, is_training: bool) -> Any:
-        """Run the model's forward between two points; return the output of the part.
-
-        `course` says where the part begins and ends, and `tensors` are the part's parameters and buffers outside its
-        modules. Random draws before the part begins, as of a dropout on another stage, are undone. Raises:
-        PenstockError, where the forward is not what the cut says.
-        """
-        # The scope in which random draws are undone; it is closed where the part begins.
-        generator_scope = ExitStack()
-        # Buffers are compared with what they were: saved ones from the first point on, others from the begin.
-        buffers_before: VersionedBuffers = {}
-        course.at_first_point = lambda: buffers_before.update(self._saved_buffers())
-        course.at_start, course.modes = generator_scope.close, modes_of(self.device)
-        self.course = course
-        versions_before = versions_of(self._unsaved_buffers)
-        with self._with_tensors(tensors), generator_scope, course.missing or nullcontext():
-            if course.missing is not None:  # follow what the forward computes from parameters of other parts
-                for name in set(self._saved_names) - tensors.keys():
-                    course.missing.mark(tensor_of(self.model, name), name)
-            if course.start is not None:
-                generator_scope.enter_context(_restored_generators(self.device))
-            self._set_training(is_training)
-            try:
-                output = call(self.model)
-                has_ended = True  # the forward came to its own end
-            except Stopped as stopped:  # the forward came to the point at which the part ends
-                output, has_ended = stopped.output, False
-            finally:
-                self._set_training(False)
-                self.course = None  # it holds what arrived
-            _refuse_changed(buffers_before, self._saved_buffers())
-            self._refuse_counters(versions_before)
-        if has_ended and course.stop is not None:
-            raise PenstockError(f"the forward has ended and has not called {course.stop!r}; {POINT_ORDER}")
-        return output
-
-    def _saved_buffers(self) -> VersionedBuffers:
-        tensors = {name: tensor_of(self.model, name) for name in self._saved_names}
-        buffers = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
-        return {name: (buffer, versions_of(buffer)) for name, buffer in buffers.items()}
-
-    def _refuse_counters(self, versions_before: tuple[int, ...]) -> None:
-        """Refuse a change in place of a buffer of which each stage has a copy, and which no file has."""
-        name_versions = zip(self._unsaved_buffers, versions_before, versions_of(self._unsaved_buffers), strict=True)
-        changed = [name for name, version_before, version_after in name_versions if version_before != version_after]
-        if changed:
-            raise PenstockError(
-                f"the forward changes the buffer {changed[0]!r} in place, of which each stage has a copy that sees "
-                "other forwards; let a submodule hold it, which is a point of the cut, or make it anew in each forward"
-            )
-
-    def _set_training(self, is_training: bool) -> None:
-        for module in self._modules:
-            module.training = is_training
-
-    @contextmanager
-    def _with_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the frame have these tensors of the part inside, and its own ones again after it."""
-        frame_tensors = {name: tensor_of(self.model, name) for name in tensors}
-        for name, tensor in tensors.items():
-            set_tensor(self.model, name, tensor)
-        try:
-            yield
-        finally:
-            for name, tensor in frame_tensors.items():
-                _keep_change(tensors[name], tensor_of(self.model, name))
-                set_tensor(self.model, name, tensor)
-
-
-def _restored_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Leave torch's generators as they are, whatever is drawn inside."""
-    if device.type in ("cpu", "meta"):
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 class Template:
-    """The module that all copies of a frame are made from."""
+    """The module that frames are made from, and what its parts return."""
 
     def __init__(
         self, model: nn.Module, cut: CutModel, complete: Callable[[nn.Module, torch.device], None] | None = None
     ) -> None:
-        """Copy `model` without its submodules at and before the points of the `cut`; `model` itself stays as it is.
+        """`model` stays as it is; frames follow what its owner changes around the points of the `cut`.
 
-        `complete` gives values to the tensors of a copy that are on the meta device, if the model is there.
+        `complete` gives values to the tensors of a frame that are on the meta device, if the model is there.
         """
-        self.cut = cut
+        self.model, self.cut = model, cut
         self.positions = {name: position for position, name in enumerate(cut.points)}
         self.complete = complete or (lambda model, device: None)
         # Submodules that stand-ins replace; of those before the points, the ones with parameters come first.
         trained = [name for name in cut.begin_modules if any(True for _ in model.get_submodule(name).parameters())]
         names = [*trained, *(name for name in cut.begin_modules if name not in trained), *cut.points]
-        self.placeholders = {name: Placeholder(on_meta(model.get_submodule(name))) for name in names}
-        # Bare modules keep the places in which each frame puts its stand-ins.
-        memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Module() for name in names}
-        memo |= {id(tensor): _blank(tensor) for name in cut.tensors for tensor in [tensor_of(model, name)]}
-        self.model: nn.Module = copy.deepcopy(model, memo)
-        self.modules = {name: self.model.get_submodule(name) for name in names}
+        self.modules = {name: model.get_submodule(name) for name in names}
+        self.placeholders = {name: Placeholder(module) for name, module in self.modules.items()}
+        self.saved_names = frozenset(cut.tensors)
+        modules = [module for placeholder in self.placeholders.values() for module in placeholder.module.modules()]
+        self.skips = [module for module in modules if isinstance(module, Skip)]
+
+    def state(self) -> dict[str, Any]:
+        """Return the fingerprints of what the owner may change around the points."""
+        hidden = frozenset(map(id, self.modules.values()))
+        return module_state(_around(self.model, hidden), self.saved_names, hidden)
 
 
-def _blank(tensor: Tensor) -> Tensor:
-    """Return a copy of a parameter without its values; of a buffer with them, for a forward to compute with."""
-    if not isinstance(tensor, nn.Parameter):
-        return tensor.detach().clone()
-    device = torch.device("cpu") if tensor.is_meta else tensor.device
-    return nn.Parameter(without_values(tensor.detach(), device), requires_grad=False)
+class Frame:
+    """One thread's copy, on one device, of the modules around the points of a model."""
 
+    def __init__(self, template: Template, device: torch.device) -> None:
+        """Copy the model onto `device`, with a stand-in in the place of each submodule that parts run."""
+        self.template, self.device = template, device
+        self.run: Run | None = None
+        """The run that is under way; None between runs."""
+        self.stand_ins = {
+            name: StandIn(name, placeholder, lambda: self.run) for name, placeholder in template.placeholders.items()
+        }
+        # deepcopy takes what `memo` has for an object in place of a copy.
+        memo: dict[int, Any] = {id(module): self.stand_ins[name] for name, module in template.modules.items()}
+        memo |= {id(tensor): bare_parameter(tensor) for tensor in self._saved_tensors(template.model).values()}
+        for _, module in _around(template.model, frozenset(map(id, template.modules.values()))):
+            memo |= {id(value): value.detach().clone() for value in vars(module).values() if _has_graph(value)}
+        self.model: nn.Module = copy.deepcopy(template.model, memo)
+        template.complete(self.model, device)
+        self._hidden = frozenset(map(id, self.stand_ins.values()))
+        self._modules = list(_around(self.model, self._hidden))
+        self._owners = dict(_around(template.model, frozenset(map(id, template.modules.values()))))
+        for _, module in self._modules:
+            _move_buffers(module, device)
 
-@torch.no_grad()
-def _keep_change(tensor: Tensor, new_tensor: Tensor) -> None:
-    """Give a buffer the values of a new tensor that the forward has put in its place."""
-    if new_tensor is not tensor:
-        tensor.copy_(new_tensor)
+    def state(self) -> dict[str, Any]:
+        """Return the fingerprints of what the forward may change around the points."""
+        return module_state(self._modules, self.template.saved_names, self._hidden)
 
-
-def _refuse_changed(buffers_before: VersionedBuffers, buffers_after: VersionedBuffers) -> None:
-    """Refuse a saved buffer that the forward changes where only the first layer holds it. Raises: PenstockError."""
-    for name, (tensor, versions) in buffers_before.items():
-        if buffers_after[name][0] is not tensor or buffers_after[name][1] != versions:
-            raise PenstockError(
-                f"the forward changes the buffer {name!r} behind its first point, but the first layer alone holds and "
-                "saves it; let a submodule hold it, which is a point of the cut"
+    @contextmanager
+    def running(
+        self, run: Run, labels: Labels, tensors: Mapping[str, Tensor], *, is_training: bool
+    ) -> Iterator[nn.Module]:
+        """Let the model's forward run inside; `tensors` take the places of parameters and buffers around the points."""
+        for name, stand_in in self.stand_ins.items():
+            local_module = run.local_module(name)
+            owner = self.template.modules[name]
+            stand_in.begin_run(
+                is_training=self._mode(owner, is_training) if local_module is None else local_module.training
             )
+        for path, module in self._modules:
+            module.training = self._mode(self._owners.get(path, self.template.model), is_training)
+        for name in self.template.saved_names:
+            self._put(name, tensors.get(name))
+        skip_values = _SkipValues()
+        for skip in self.template.skips:
+            skip.begin_skips(skip_values)
+        self.run = run
+        try:
+            with labels:
+                yield self.model
+        finally:
+            self.run = None  # it holds what arrived
+            for skip in self.template.skips:
+                skip.end_skips()
+
+    def buffer_state(self) -> dict[str, Any]:
+        """Return the fingerprints of the saved buffers around the points."""
+        template = self.template
+        buffers = [
+            name for name in template.cut.tensors if not isinstance(tensor_of(template.model, name), nn.Parameter)
+        ]
+        return {name: fingerprint(tensor_of(self.model, name)) for name in buffers}
+
+    def value(self, name: str) -> Any:
+        """Return an attribute around the points by its full name; None where it is not there."""
+        path, _, attribute = name.rpartition(".")
+        return getattr(self.model.get_submodule(path), attribute, None)
+
+    def source_value(self, name: str) -> Any:
+        """Return an attribute of the owner's module by its full name; None where it is not there."""
+        path, _, attribute = name.rpartition(".")
+        return getattr(self.template.model.get_submodule(path), attribute, None)
+
+    def put_values(self, values: Mapping[str, Any]) -> None:
+        """Set attributes around the points by their full names."""
+        for name, value in values.items():
+            path, _, attribute = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            buffers = own_tensors_of(module)[1]
+            (buffers if attribute in buffers else vars(module))[attribute] = value
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and saved buffers around the points, as the forward has left them."""
+        return self._saved_tensors(self.model)
+
+    def _saved_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor_of(model, name) for name in self.template.cut.tensors}
+
+    def _put(self, name: str, tensor: Tensor | None) -> None:
+        path, _, tensor_name = name.rpartition(".")
+        parameters, buffers = own_tensors_of(self.model.get_submodule(path))
+        like = tensor_of(self.template.model, name)
+        values: dict[str, Any] = parameters if isinstance(like, nn.Parameter) else buffers
+        values[tensor_name] = bare_parameter(like) if tensor is None else tensor
+
+    def _mode(self, owner: nn.Module, is_training: bool) -> bool:
+        """Return the mode of a module: that of the part, unless its owner has put it into another than the model."""
+        return is_training and (owner.training or not self.template.model.training)
+
+
+class _SkipValues:
+    """What stand-ins hand on by a `ps.Skip` in one run, without values."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def put(self, name: str, value: Any) -> None:
+        self._values[name] = value
+
+    def get(self, name: str) -> Any:
+        return self._values[name]
+
+
+def _around(model: nn.Module, hidden: frozenset[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model, each once, by name, without the hidden ones and what these hold."""
+    known = set(hidden)
+
+    def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        known.add(id(module))
+        yield path, module
+        for name, child in module.named_children():
+            if id(child) not in known:
+                yield from walk(f"{path}.{name}" if path else name, child)
+
+    return walk("", model)
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+def _has_values(buffer: Tensor | None) -> bool:
+    return buffer is not None and not buffer.is_meta
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a module, not those of its submodules."""
+    buffers = own_tensors_of(module)[1]
+    buffers.update({name: buffer.to(device) for name, buffer in buffers.items() if _has_values(buffer)})

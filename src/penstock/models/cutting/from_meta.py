@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.models.cutting.cut import ByName, CutSpec, multiplications, segments, tensors_of_segment
+from penstock.models.cutting.forward import CutForward, Segment
 from penstock.models.cutting.frame import Template
-from penstock.models.cutting.part import CutForward, CutPart, Segment, part_class
+from penstock.models.cutting.part import CutPart, part_class
 from penstock.models.cutting.points import cut_model, own_tensors, saved_tensors, set_tensor, tensor_of
 
 Read = Callable[[str], Tensor]

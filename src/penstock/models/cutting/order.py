@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.models.cutting.course import Course
-from penstock.models.cutting.frame import Call, Frame, Template
+from penstock.models.cutting.entry import Entry, PartCall
+from penstock.models.cutting.frame import Template
 from penstock.models.cutting.points import CutModel
+from penstock.models.cutting.trials import Trials
 
 
-def in_order_of_calls(model: nn.Module, cut: CutModel, block_prefix: str, complete: Any, call: Call) -> CutModel:
+def in_order_of_calls(
+    model: nn.Module, cut: CutModel, block_prefix: str, complete: Any, entry: Entry, batch: PartCall
+) -> CutModel:
     """Return a cut whose points are in the order in which the forward calls them, found by a run without values.
 
     `block_prefix` is the name of the blocks before their numbers, such as `model.layers.`; the blocks stay points.
@@ -24,14 +27,11 @@ def in_order_of_calls(model: nn.Module, cut: CutModel, block_prefix: str, comple
     blocks = tuple(name for name in cut.points if name.startswith(block_prefix))
     further_modules = (*cut.begin_modules, *(name for name in cut.points if name not in blocks))
     template = Template(model, replace(cut, points=blocks, begin_modules=further_modules), complete)
-    frame = Frame(template, torch.device("cpu"))
-    course = Course(template.positions, frame.device, None, None, {}, called_names=[])
     try:
         with torch.no_grad():
-            frame.run(call, course, {}, is_training=False)
+            called_names = Trials(template, entry).called_names(batch)
     except Exception:
         return cut
-    called_names = course.called_names or []
     begin = called_names.index(blocks[0]) if blocks[0] in called_names else len(called_names)
     begin_modules, later_modules = called_names[:begin], called_names[begin:]
     has_repeats = len(set(later_modules)) < len(later_modules) or set(later_modules) & set(begin_modules)

@@ -1,65 +1,19 @@
-"""The results of stand-ins: tensors of the right shape and type whose values are not there.
-
-They are NaN, so that whatever is computed from them by mistake is found. Such a tensor is one number, expanded.
-"""
+"""What submodules of other stages would return: shapes, types and graphs, found by running them without values."""
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.models.cutting.undocumented import version_of
+from penstock.models.cutting.state import fingerprint
+from penstock.models.cutting.trees import map_items, map_tensors, tensors_in
+from penstock.models.skip import Skip
 
-
-def without_values(
-    value: Any, device: torch.device, *, is_dense: bool = False, constants: Sequence[Tensor] = ()
-) -> Any:
-    """Return a tree like `value` on a device, its floating-point tensors without values; `constants` stay."""
-
-    def blank(tensor: Tensor) -> Tensor:
-        if any(tensor is constant for constant in constants):
-            return tensor
-        if not tensor.is_floating_point():
-            return tensor if tensor.device == device else torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        nan = torch.full((), math.nan, dtype=tensor.dtype, device=device).expand(tensor.shape)
-        return nan.clone() if is_dense else nan
-
-    return map_tensors(blank, value)
-
-
-def is_bare(value: Any) -> bool:
-    """Whether a value is one tensor without values, as `without_values` makes it."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and not any(value.stride())
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a tree of tuples, lists and dicts with `function` of each of its tensors."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(function, item) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, map_tensors(function, item)) for key, item in value.items())
-    return value
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree of tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
-def versions_of(value: Any) -> tuple[int, ...]:
-    """Return how often each tensor of a tree was changed in place."""
-    return tuple(map(version_of, tensors_in(value)))
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+MOST_VALUES = 4096
+"""Number of integers in an argument up to which results are remembered by its values."""
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -68,46 +22,122 @@ def on_meta(module: nn.Module) -> nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
         bare = tensor.detach().to("meta")
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(bare, requires_grad=False) if is_parameter else bare
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
     return copy.deepcopy(module, memo)
 
 
+def without_values(tensor: Tensor, *, requires_grad: bool | None = None) -> Tensor:
+    """Return a tensor on the meta device like this one, by default with a graph where this one needs a gradient."""
+    if tensor.layout is not torch.strided:
+        return tensor.detach().to("meta")
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if tensor.requires_grad if requires_grad is None else requires_grad:
+        return bare.requires_grad_().clone()  # a result of a computation, which is no leaf of a graph
+    return bare
+
+
 class Placeholder:
-    """Says what a module would return, by running it on the meta device: once for inputs of one kind."""
+    """Says what a method of a module would return, by running it without values: once for inputs of one kind."""
 
-    def __init__(self, module: nn.Module) -> None:
-        """The module is on the meta device."""
-        self.module = module
-        self._outputs_by_kinds: dict[Any, Any] = {}
-        self._kept_kinds: set[tuple[torch.Size, torch.dtype]] = set()
+    def __init__(self, owner: nn.Module, module: nn.Module | None = None) -> None:
+        """`owner` is the module; `module` is a copy of it on the meta device, made where there is none."""
+        self.owner = owner
+        self.module = on_meta(owner) if module is None else module
+        self._outputs_by_kind: dict[Any, tuple[Any, list[int | None]]] = {}
+        self._failing_kinds: set[Any] = set()
+        """The kinds of inputs with which the module cannot run on the meta device."""
+        self._has_skips = any(isinstance(child, Skip) for child in self.module.modules())
 
-    def returns_kind_of(self, first: Any) -> bool:
-        """Whether the module is known to return a tensor of the shape and type of its first argument."""
-        return isinstance(first, Tensor) and (first.shape, first.dtype) in self._kept_kinds
+    def output(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Any:
+        """Return a tree of new tensors on the meta device, and of those that the module returns as it was given them.
 
-    def note_kind(self, first: Any, returned: Any) -> None:
-        """Note what the module returns for a first argument."""
-        if isinstance(first, Tensor) and isinstance(returned, Tensor):
-            kind = first.shape, first.dtype
-            if kind == (returned.shape, returned.dtype):
-                self._kept_kinds.add(kind)
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a tree of tensors on the meta device, and of those that it was given and returns as they are.
-
-        Raises: what the module raises there.
+        Raises: what the module raises without values, and with zeros in their place.
         """
         tensors = list(tensors_in((args, kwargs)))
-        kinds = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        if kinds not in self._outputs_by_kinds:
-            meta_tensors = [tensor.detach().to("meta") for tensor in tensors]
-            index_by_id = {id(tensor): index for index, tensor in enumerate(meta_tensors)}
-            next_input = iter(meta_tensors)
-            inputs = map_tensors(lambda tensor: next(next_input), (args, kwargs))
-            with torch.no_grad():
-                output = self.module(*inputs[0], **inputs[1])
-            self._outputs_by_kinds[kinds] = output, [index_by_id.get(id(tensor)) for tensor in tensors_in(output)]
-        output, input_indices = self._outputs_by_kinds[kinds]
+        needs_gradients = tuple(parameter.requires_grad for parameter in self.owner.parameters())
+        kind = (
+            *(method, is_training, torch.is_grad_enabled(), needs_gradients),
+            fingerprint(map_items(_kind_of, (args, kwargs))),
+        )
+        if kind not in self._outputs_by_kind or self._has_skips:  # it may depend on what was put into a skip
+            for parameter, needs_gradient in zip(self.module.parameters(), needs_gradients, strict=False):
+                parameter.requires_grad_(needs_gradient)
+            self.module.train(is_training)
+            inputs = [without_values(tensor) for tensor in tensors]
+            try:
+                if kind in self._failing_kinds:
+                    raise RuntimeError(f"{type(self.owner).__name__} decides by values")
+                output = self._run(self.module, method, inputs, args, kwargs)
+            except Exception as error:  # a module that decides by values, as experts do
+                self._failing_kinds.add(kind)
+                output, inputs, kind = self._run_on_zeros(method, tensors, args, kwargs, kind, error)
+            index_by_id = {id(tensor): index for index, tensor in enumerate(inputs)}
+            self._outputs_by_kind[kind] = output, [index_by_id.get(id(tensor)) for tensor in tensors_in(output)]
+        output, input_indices = self._outputs_by_kind[kind]
         # Of each tensor of the output: the index of the input that it is, or None.
         next_index = iter(input_indices)
-        return map_tensors(lambda tensor: tensor if (index := next(next_index)) is None else tensors[index], output)
+        return map_tensors(
+            lambda tensor: without_values(tensor) if (index := next(next_index)) is None else tensors[index], output
+        )
+
+    def _run_on_zeros(
+        self, method: str, tensors: list[Tensor], args: Any, kwargs: Any, kind: Any, error: Exception
+    ) -> tuple[Any, list[Tensor], Any]:
+        """Run a copy of the module on the CPU whose tensors are zeros; the integers of the batch keep their values."""
+        integers = [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_floating_point())]
+        is_short = all(tensor.numel() <= MOST_VALUES for tensor in integers)
+        values = tuple(tuple(tensor.flatten().tolist()) for tensor in integers) if is_short else object()
+        kind = (*kind, values)
+        inputs = [_zeros(tensor) for tensor in tensors]
+        if kind in self._outputs_by_kind:
+            return self._outputs_by_kind[kind][0], inputs, kind
+        memo: dict[int, Any] = {}
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            zeros = torch.zeros(
+                tensor.shape, dtype=tensor.dtype
+            )  # of large ones, the system has no memory until a write
+            memo[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else zeros
+        module = copy.deepcopy(self.module, memo)
+        try:
+            output = self._run(module, method, inputs, args, kwargs)
+        except Exception:
+            raise error from None
+        return output, inputs, kind
+
+    def _run(self, module: nn.Module, method: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
+        next_input = iter(inputs)
+        method_of_module: Callable[..., Any] = module if method == "__call__" else getattr(module, method)
+        call_args, call_kwargs = map_items(
+            lambda item: next(next_input) if isinstance(item, Tensor) else _copied(item), (args, kwargs)
+        )
+        with torch.random.fork_rng(devices=[]):  # what a stand-in draws is drawn by no part
+            return method_of_module(*call_args, **call_kwargs)
+
+
+def _kind_of(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return tuple(item.shape), item.dtype, item.requires_grad, item.layout is torch.strided and item.stride()
+    return item
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return tensor.detach().cpu()
+
+
+def _copied(item: Any) -> Any:
+    """Return a copy of an object that a module may change; what cannot be copied, and modules, as they are."""
+    if isinstance(item, Tensor):
+        return item.detach().clone()
+    if isinstance(item, (*CONSTANTS, nn.Module)) or callable(item):
+        return item
+    try:
+        return copy.deepcopy(item)
+    except Exception:
+        return item
+
+
+def copied(value: Any) -> Any:
+    """Return a tree with copies of its tensors and objects."""
+    return map_items(_copied, value)

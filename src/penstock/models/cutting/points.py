@@ -5,7 +5,6 @@ begin      embedding, place      what is defined before the first point
 points     blocks.0  blocks.1  norm  head                 what is defined behind it is a point too
 """
 
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, nearest
-from penstock.models.cutting.placeholders import tensors_in
 from penstock.models.cutting.undocumented import is_saved
 
 KEY = "points"
-SKIP = "hand the value on by a ps.Skip, which one point puts and others get, each within its submodule"
-"""The way of a value past layers. The forward around the points runs on every stage, so a Skip is of no use there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +128,12 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _require_separate(points: Sequence[str]) -> None:
-    """Refuse points that repeat, lie in one another, or are numbered out of order. Raises: ConfigError."""
+    """Refuse points that repeat, or lie in one another. Raises: ConfigError."""
     for index, name in enumerate(points):
         if name in points[:index]:
             raise ConfigError(f"{name!r} is named twice; a point is where one layer begins", key=KEY)
         if containers := [point for point in points if name.startswith(f"{point}.")]:
             raise ConfigError(f"{name!r} lies in {containers[0]!r}; cut at one of them", key=KEY)
-    for point, next_point in itertools.pairwise(points):
-        (parent, _, first), (next_parent, _, second) = point.rpartition("."), next_point.rpartition(".")
-        if parent == next_parent and first.isdecimal() and second.isdecimal() and int(first) > int(second):
-            raise ConfigError(
-                f"{point!r} stands before {next_point!r}; give points in the order of the forward", key=KEY
-            )
 
 
 def _parents(name: str) -> Iterable[str]:
@@ -189,13 +179,3 @@ def first_argument(
         raise PenstockError(f"a {type(module).__name__} is called without arguments; a point takes what came before it")
     name = next(iter(kwargs))
     return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
-
-
-def refuse_gradients(name: str, further_arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    """Refuse an argument of the point `name` besides its first one that needs a gradient. Raises: PenstockError."""
-    for argument, value in (*enumerate(further_arguments[0], start=1), *further_arguments[1].items()):
-        if any(tensor.requires_grad for tensor in tensors_in(value)):
-            raise PenstockError(
-                f"{name!r} gets a gradient for its argument {argument!r}, which is made before it, and a part passes "
-                f"on its first argument alone; {SKIP}"
-            )

@@ -1,6 +1,8 @@
-"""Uses of torch that it does not document: counts of changes in place, results of torch.compile, unsaved buffers."""
+"""Uses of torch that it does not document: changes in place, identities of memory, compiled modules, buffers."""
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor, UntypedStorage, nn
 
 
 def version_of(tensor: Tensor) -> int:
@@ -16,3 +18,27 @@ def is_compiled(module: nn.Module) -> bool:
 def is_saved(module: nn.Module, name: str) -> bool:
     """Whether a buffer that a module holds itself is a part of its state."""
     return name not in module._non_persistent_buffers_set
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """Return the memory of a tensor, which its views share; None where it has none, as a sparse one."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:
+        return None
+
+
+def storage_key(storage: UntypedStorage) -> int:
+    """Return a number that the views of one memory have in common, also on the meta device, while it is held."""
+    return int(storage._cdata)
+
+
+def own_tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dicts in which a module itself has its parameters and its buffers."""
+    return module._parameters, module._buffers
+
+
+def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, hooks among them, that are no parameters, buffers, submodules or modes."""
+    hidden = {"_parameters", "_buffers", "_modules", "training"}
+    return {name: value for name, value in vars(module).items() if name not in hidden}

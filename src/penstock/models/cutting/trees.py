@@ -1,0 +1,56 @@
+"""Trees of values that a forward hands to a submodule, or gets from it: tuples, lists, dicts and dataclasses."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def map_items(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a tree like `value` with `function` of each item that is no container; containers are made anew."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_items(function, item) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_items(function, item) for item in value)
+    if isinstance(value, dict):
+        mapping = copy.copy(value)  # a subclass keeps what it has beside its items
+        for key, item in value.items():
+            mapping[key] = map_items(function, item)
+        return mapping
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        record = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(record, field.name, map_items(function, getattr(value, field.name)))
+        return record
+    return function(value)
+
+
+def items_in(value: Any) -> Iterator[Any]:
+    """Yield the items of a tree that are no containers, in the order of `map_items`."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from items_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from items_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from items_in(getattr(value, field.name))
+    else:
+        yield value
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a tree like `value` with `function` of each of its tensors."""
+    return map_items(lambda item: function(item) if isinstance(item, Tensor) else item, value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tree."""
+    return (item for item in items_in(value) if isinstance(item, Tensor))

@@ -1,0 +1,219 @@
+"""`Trial`: one run of a model's forward without values, in which every submodule of a part is a stand-in.
+
+It finds the `Routes` of a microbatch. Each stage runs it for each microbatch, so that a forward may go another way in
+one microbatch than in another.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError
+from penstock.models.cutting.labels import DRAW, Labels
+from penstock.models.cutting.placeholders import Placeholder, without_values
+from penstock.models.cutting.points import first_argument
+from penstock.models.cutting.routes import PointRoute, Routes, carry, form_of, short_points
+from penstock.models.cutting.stand_in import CALL
+from penstock.models.cutting.trees import tensors_in
+
+POINT_ORDER = "give the points of the cut in the order of the forward, in which each is called once"
+LEFT_OUT = "A block that some batches leave out, as by a layer drop, cannot be a point"
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """A run that notes what each segment of the forward needs; a segment is the code from a point to the next one."""
+
+    positions: Mapping[str, int]
+    """The positions of the points in the forward, by name."""
+    device: torch.device
+    is_training: bool
+    modules: Mapping[str, nn.Module]
+    """The submodules that parts run, by name."""
+    called_names: list[str] | None = None
+    """The submodules that the forward has called; where this is a list, their order is free."""
+    at_first_point: Callable[[], None] = lambda: None
+    """Called where the forward meets its first point."""
+    labels: Labels = field(init=False)
+    segment: int = 0
+    _points: list[PointRoute] = field(default_factory=list)
+    _needs: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _made_in: dict[str, int] = field(default_factory=dict)
+    _num_calls: Counter[str] = field(default_factory=Counter)
+    _shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    _reads: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _written: set[str] = field(default_factory=set)
+    _modes: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.labels = Labels(self, self.device)
+        self._modes = modes_of(self.device)
+
+    def add_saved_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Label the parameters and saved buffers around the points, which what runs before the first point holds."""
+        for name, tensor in tensors.items():
+            self.labels.add_leaf(tensor, name)
+            self._made_in[name] = 0
+
+    def batch_leaf(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a stand-in for an argument of the batch that the first stage alone is given."""
+        bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        self.labels.add_leaf(bare, name)
+        self._made_in[name] = 0
+        return bare
+
+    @property
+    def has_draws(self) -> bool:
+        """Whether random draws between the submodules were followed."""
+        return any(label.startswith(DRAW) for label in self._made_in)
+
+    def finish(self, output: Any) -> Routes:
+        """Return what was found; `output` is that of the forward. Raises: PenstockError."""
+        self.use_labels(self.labels.labels_of(output))
+        missing_names = [name for name in self.positions if name not in self._num_calls]
+        if missing_names and self.called_names is None:
+            raise PenstockError(
+                f"the forward has ended and has not called {missing_names[0]!r}; {POINT_ORDER}. {LEFT_OUT}"
+            )
+        carry(self._points, self._needs, self._made_in, self.labels.changed_labels)
+        changed = self.labels.changed_labels
+        short = short_points(self._points, changed, self._written)
+        return Routes(self._points, frozenset(changed), self._shapes, self._reads, short)
+
+    # ---- what operators do
+
+    def use_labels(self, labels: frozenset[str]) -> None:
+        """Note that the current segment needs leaves."""
+        if labels:
+            self._needs[self.segment] |= labels
+
+    def draw(self, label: str, compute: Callable[[], Any]) -> tuple[Any, bool]:
+        """Note a random draw of the current segment."""
+        self._made_in[label] = self.segment
+        return compute(), False
+
+    # ---- what stand-ins are asked
+
+    def call_method(
+        self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder
+    ) -> Any:
+        """Return what a submodule returns, without values; each of its new tensors is a leaf.
+
+        Raises:
+            PenstockError: the forward calls something out of order, or a part of a submodule.
+        """
+        if self.called_names is not None:
+            self.called_names.append(name)
+        if name not in self.modules or (name in self.positions and method not in (CALL, "forward")):
+            whole = next((point for point in self.modules if name == point or name.startswith(f"{point}.")), name)
+            raise PenstockError(
+                f"the forward calls {name!r}{'' if method == CALL else '.' + method} by itself, but the stage of "
+                f"{whole!r} runs it as a whole; cut at what the forward calls"
+            )
+        if name in self.positions:
+            self._begin_point(name, method, args, kwargs, placeholder)
+        elif self.segment and self.called_names is None:
+            raise PenstockError(
+                f"the forward calls {name!r} behind {self._points[-1].name!r}, though it is defined before; name it as "
+                "a point of the cut, in the order of the forward"
+            )
+        else:
+            self.use_labels(self.labels.labels_of((args, kwargs)))
+        label = f"{name}#{self._num_calls[name]}"
+        self._num_calls[name] += 1
+        with self.labels.paused():
+            try:
+                output = placeholder.output(method, args, kwargs, is_training=self.is_training)
+            except Exception as error:
+                if name in self.positions and isinstance(first := next(iter((*args, *kwargs.values())), None), Tensor):
+                    # Most blocks return what is like their input; if this one does not, its stage refuses it.
+                    return self._labelled(name, label, without_values(first), ())
+                raise PenstockError(
+                    f"what {name!r} returns cannot be found without values ({type(error).__name__}: {error}); its "
+                    "shape must follow from the shapes of its inputs"
+                ) from error
+        return self._labelled(name, label, output, (args, kwargs))
+
+    def local_module(self, name: str) -> nn.Module | None:
+        """A trial has no submodules."""
+        return None
+
+    def tensor_attribute(self, label: str, tensor: Tensor) -> Tensor:
+        """Return a tensor that a submodule holds, as a leaf without values."""
+        module_name = next((name for name in self.modules if label.startswith(f"{name}.")), "")
+        bare = without_values(tensor, requires_grad=False).requires_grad_(tensor.requires_grad)
+        self.labels.add_leaf(bare, label)
+        self._made_in[label] = self.positions.get(module_name, -1) + 1
+        return bare
+
+    def note_read(self, name: str, attribute: str) -> None:
+        """Note that the forward reads an attribute that is no tensor."""
+        self._reads[name].add(attribute)
+
+    def note_write(self, name: str, attribute: str, value: Any) -> None:
+        """Note that the forward sets an attribute; the part of the submodule needs its leaves.
+
+        Raises:
+            PenstockError: the part has run, and would see it one microbatch later, or never.
+        """
+        own_segment = self.positions.get(name, -1) + 1
+        if self.segment > own_segment or name not in self.modules:
+            raise PenstockError(
+                f"the forward sets {attribute!r} of {name!r} behind the code of its stage, which does not see it; keep "
+                "the value in a variable, or set it before the call"
+            )
+        self._written.add(name)
+        self._needs[own_segment] |= self.labels.labels_of(value)
+
+    # ---- points
+
+    def _begin_point(
+        self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder
+    ) -> None:
+        """Note the arguments of a point, with which a new segment begins."""
+        if self.called_names is None and self.positions[name] != self.segment:
+            expected = next((point for point, place in self.positions.items() if place == self.segment), "the end")
+            if name in self._num_calls:
+                raise PenstockError(
+                    f"the forward calls {name!r} a second time, where {expected!r} was expected; a point is called "
+                    "once, so put a block that is shared into one submodule with what calls it"
+                )
+            raise PenstockError(
+                f"the forward calls {name!r} where {expected!r} was expected; {POINT_ORDER}. {LEFT_OUT}"
+            )
+        first, further_args, further_kwargs = first_argument(args, kwargs, placeholder.owner)
+        input_form, argument_form = form_of(first, self.labels), form_of((further_args, further_kwargs), self.labels)
+        self.use_labels(input_form.labels)
+        if not self.segment:
+            self.at_first_point()
+        self.segment += 1
+        self.use_labels(argument_form.labels)
+        runs_alone = method == CALL and modes_of(self.device) == self._modes
+        first_keyword = None if args else next(iter(kwargs))
+        self._points.append(PointRoute(name, input_form, argument_form, runs_alone, first_keyword))
+
+    def _labelled(self, name: str, label: str, output: Any, inputs: Any) -> Any:
+        """Label the tensors of an output that are not among the inputs; return the output."""
+        input_ids = set(map(id, tensors_in(inputs)))
+        tensors = list(tensors_in(output))
+        self._shapes[label] = tuple(tuple(tensor.shape) for tensor in tensors)
+        labels: list[str | None] = []
+        for index, tensor in enumerate(tensors):
+            labels.append(None if id(tensor) in input_ids else f"{label}.{index}")
+            if id(tensor) not in input_ids:
+                self.labels.add_leaf(tensor, f"{label}.{index}")
+                self._made_in[f"{label}.{index}"] = self.segment
+        if name in self.positions:
+            self._points[-1].output_labels = tuple(labels)
+        return output
+
+
+def modes_of(device: torch.device) -> tuple[Any, ...]:
+    """Return torch's modes of this thread that change what a module computes."""
+    kind = "cpu" if device.type == "meta" else device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    return torch.is_grad_enabled(), is_cast, torch.get_autocast_dtype(kind) if is_cast else None

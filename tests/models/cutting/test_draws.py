@@ -1,0 +1,28 @@
+"""Which calls of operators draw."""
+
+import pytest
+
+from penstock.models.cutting.draws import draws_in_place, is_draw
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "draws"),
+    [
+        ("rand", (3,), {}, True),
+        ("dropout", ("x", 0.5, True), {}, True),
+        ("dropout", ("x",), {"p": 0.5, "training": False}, False),
+        ("dropout2d", ("x", 0.0, True), {}, False),
+        ("scaled_dot_product_attention", ("q", "k", "v"), {"dropout_p": 0.1}, True),
+        ("scaled_dot_product_attention", ("q", "k", "v"), {}, False),
+        ("relu", ("x",), {}, False),
+    ],
+)
+def test_dropouts_draw_in_training_with_a_probability(name, args, kwargs, draws):
+    assert is_draw(name, args, kwargs) is draws
+
+
+def test_draws_in_place_are_known():
+    assert draws_in_place("bernoulli_", ("x",), {})
+    assert draws_in_place("dropout", ("x", 0.5, True, True), {})
+    assert draws_in_place("rrelu", ("x",), {"inplace": True})
+    assert not draws_in_place("dropout", ("x", 0.5, True), {})

@@ -1,0 +1,102 @@
+"""A stand-in has the class and the attributes of its submodule, and hands calls to the run."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.models.cutting.placeholders import Placeholder
+from penstock.models.cutting.stand_in import StandIn, bare_parameter
+
+
+class Block(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.scale = 1.5
+
+    def twice(self, value):
+        return self(self(value))
+
+
+class NotedRun:
+    """Notes what it is asked; has a submodule itself where `local` is given."""
+
+    def __init__(self, local=None):
+        self.local, self.notes = local, []
+
+    def call_method(self, name, method, args, kwargs, placeholder):
+        self.notes.append((name, method))
+        return args[0]
+
+    def local_module(self, name):
+        return self.local
+
+    def tensor_attribute(self, label, tensor):
+        self.notes.append(label)
+        return tensor
+
+    def note_read(self, name, attribute):
+        self.notes.append((name, attribute))
+
+    def note_write(self, name, attribute, value):
+        self.notes.append((name, attribute, value))
+
+
+def stand_in(run, owner=None):
+    return StandIn("blocks.0", Placeholder(owner or Block()), lambda: run)
+
+
+def test_calls_forwards_and_methods_are_told_apart():
+    run = NotedRun()
+    block = stand_in(run)
+    for call in (block, block.forward, block.twice):
+        assert call(3) == 3
+    assert run.notes == [("blocks.0", method) for method in ("__call__", "forward", "twice")]
+    assert isinstance(block, Block)
+
+
+def test_attributes_are_those_of_the_owner_now_and_tensors_are_labelled():
+    run, owner = NotedRun(), Block()
+    block = stand_in(run, owner)
+    owner.scale = 2.5
+
+    assert block.scale == 2.5
+    assert block.weight.is_meta
+    assert run.notes == [("blocks.0", "scale"), "blocks.0.weight"]
+    with pytest.raises(AttributeError):
+        block.nothing  # noqa: B018
+
+
+def test_what_the_forward_sets_is_read_again_and_reaches_the_submodule_of_the_part():
+    local = Block()
+    block = stand_in(NotedRun(local))
+    block.scale = 4
+    assert local.scale == 4
+    assert block.scale == 4
+    del block.scale
+    assert not hasattr(local, "scale")
+
+    run = NotedRun()
+    block = stand_in(run)
+    block.scale = 5
+    assert block.scale == 5
+    assert run.notes == [("blocks.0", "scale", 5)]
+    block.begin_run(is_training=False)
+    assert block.scale == 1.5
+    assert not block.training
+
+
+def test_outside_of_a_forward_nothing_is_called_or_set():
+    block = stand_in(None)
+    with pytest.raises(PenstockError, match="called outside of a forward"):
+        block(torch.ones(2))
+    with pytest.raises(PenstockError, match=r"'scale' is set on the stand-in of 'blocks.0' outside"):
+        block.scale = 1
+
+
+def test_the_place_of_a_parameter_has_its_strides_and_asks_for_a_gradient_as_it_does():
+    bare = bare_parameter(nn.Parameter(torch.ones(2, 3).T, requires_grad=False))
+    assert isinstance(bare, nn.Parameter)
+    assert bare.is_meta
+    assert bare.stride() == (1, 3)
+    assert not bare.requires_grad

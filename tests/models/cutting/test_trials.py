@@ -1,0 +1,130 @@
+"""State around the points: what follows from the batch alone is made again, what counts or remembers is refused."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.models.cutting.cut import cut
+from tests.models.cutting.test_part import run
+
+ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+        self.calls, self.seen, self.prev = 0, [], None
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, rows):
+        hidden = self.begin(self.inp(rows))
+        for block in self.blocks:
+            hidden = block(hidden) * self.factor(hidden)
+        return self.head(hidden)
+
+    def begin(self, hidden):
+        return hidden
+
+    def factor(self, hidden):
+        return 1
+
+
+class Counting(Model):
+    def begin(self, hidden):
+        self.calls += 1
+        return hidden * self.calls
+
+
+class Listing(Model):
+    def begin(self, hidden):
+        self.seen.append(len(hidden))
+        return hidden
+
+
+class Remembering(Model):
+    def begin(self, hidden):
+        previous, self.prev = self.prev, hidden.detach()
+        return hidden if previous is None else hidden + previous
+
+
+class Growing(Model):
+    """Keeps the table of the longest batch so far, as dynamic scaling of positions does."""
+
+    def begin(self, hidden):
+        if len(hidden) > len(self.table):
+            self.table = torch.ones(len(hidden)) * len(hidden)
+        return hidden
+
+    def factor(self, hidden):
+        return self.table[: len(hidden), None]
+
+
+class Tabulated(Model):
+    """Makes a table anew for each length, as longrope does."""
+
+    def begin(self, hidden):
+        self.table = torch.arange(len(hidden), dtype=torch.float32)
+        return hidden
+
+    def factor(self, hidden):
+        return self.table[:, None]
+
+
+class Stashing(Model):
+    """Leaves a value for somebody who looks at it after the forward."""
+
+    def begin(self, hidden):
+        self.prev = hidden
+        return hidden
+
+    def factor(self, hidden):
+        return self.prev.sigmoid()
+
+
+class PythonDrawing(Model):
+    def factor(self, hidden):
+        return random.random()
+
+
+class InBatch(Model):
+    def forward(self, rows):
+        rows += 1
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Counting, "changes 'calls' for later forwards"),
+        (Listing, "changes 'seen' for later forwards"),
+        (Remembering, "changes 'prev' for later forwards"),
+        (PythonDrawing, "draws random numbers between its submodules by Python's random"),
+        (InBatch, r"changes an argument of the batch in place.*clone\(\)"),
+    ],
+)
+def test_what_each_stage_would_do_again_is_refused_in_the_first_forward(kind, words):
+    with pytest.raises(PenstockError, match=words):
+        run(cut(kind(), ["blocks.*"]), rows=ROWS.clone())
+
+
+@pytest.mark.parametrize("kind", [Tabulated, Stashing])
+def test_what_follows_from_the_batch_is_made_again(kind):
+    model = kind()
+    parts = cut(model, ["blocks.*"])
+    for rows in (ROWS, ROWS[:2], ROWS[:4], ROWS):
+        assert torch.equal(run(parts, rows=rows), model(rows))
+
+
+def test_a_table_that_depends_on_earlier_batches_is_refused_where_it_does():
+    model = Growing()
+    parts = cut(model, ["blocks.*"])
+    assert torch.equal(run(parts, rows=ROWS[:4]), Growing.forward(model, ROWS[:4]))
+    model.table = torch.zeros(1)
+    run(parts, rows=ROWS[:4])
+    with pytest.raises(PenstockError, match="changes 'table' for later forwards"):
+        run(parts, rows=ROWS[:2])
