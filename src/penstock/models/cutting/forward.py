@@ -73,7 +73,7 @@ class CutForward:
         """Run a segment; `leaves` came with its input. Return its output. Raises: PenstockError."""
         device = part_call.device(part_modules)
         trials = self.trials
-        routes = trials.routes(part_call, device)
+        routes = trials.routes(part_call, device, segment.start)
         arrived = self._arrived(segment, part_call, routes, leaves)
         if segment.start in routes.short and segment.stop is not None:
             return self._run_alone(part_modules, segment.start, part_call.inputs[0], arrived, routes)

@@ -19,7 +19,7 @@ from penstock.models.cutting.labels import Labels
 from penstock.models.cutting.placeholders import Placeholder
 from penstock.models.cutting.points import CutModel, tensor_of
 from penstock.models.cutting.stand_in import Run, StandIn, bare_parameter
-from penstock.models.cutting.state import fingerprint, module_state
+from penstock.models.cutting.state import changed_names, fingerprint, module_state
 from penstock.models.cutting.undocumented import own_tensors_of
 from penstock.models.skip import Skip
 
@@ -78,9 +78,14 @@ class Frame:
         self._owners = dict(_around(template.model, frozenset(map(id, template.modules.values()))))
         for _, module in self._modules:
             _move_buffers(module, device)
+        self._last_state = self._state()
 
-    def state(self) -> dict[str, Any]:
-        """Return the fingerprints of what the forward may change around the points."""
+    def changed_names(self) -> list[str]:
+        """Return the full names of what forwards have changed around the points since the last question."""
+        earlier_state, self._last_state = self._last_state, self._state()
+        return changed_names(earlier_state, self._last_state)
+
+    def _state(self) -> dict[str, Any]:
         return module_state(self._modules, self.template.saved_names, self._hidden)
 
     @contextmanager

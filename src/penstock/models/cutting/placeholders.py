@@ -55,10 +55,7 @@ class Placeholder:
         """
         tensors = list(tensors_in((args, kwargs)))
         needs_gradients = tuple(parameter.requires_grad for parameter in self.owner.parameters())
-        kind = (
-            *(method, is_training, torch.is_grad_enabled(), needs_gradients),
-            fingerprint(map_items(_kind_of, (args, kwargs))),
-        )
+        kind = (method, is_training, torch.is_grad_enabled(), needs_gradients, _kind_of(args), _kind_of(kwargs))
         if kind not in self._outputs_by_kind or self._has_skips:  # it may depend on what was put into a skip
             for parameter, needs_gradient in zip(self.module.parameters(), needs_gradients, strict=False):
                 parameter.requires_grad_(needs_gradient)
@@ -114,10 +111,18 @@ class Placeholder:
             return method_of_module(*call_args, **call_kwargs)
 
 
-def _kind_of(item: Any) -> Any:
-    if isinstance(item, Tensor):
-        return tuple(item.shape), item.dtype, item.requires_grad, item.layout is torch.strided and item.stride()
-    return item
+def _kind_of(value: Any) -> Any:
+    """Return what of an argument the shapes of an output depend on: all but the values of tensors."""
+    if isinstance(value, Tensor):
+        is_dense = value.layout is torch.strided
+        return tuple(value.shape), value.dtype, value.requires_grad, value.stride() if is_dense else value.layout
+    if isinstance(value, tuple | list):
+        return type(value), tuple([_kind_of(item) for item in value])
+    if type(value) is dict:
+        return tuple([(key, _kind_of(item)) for key, item in value.items()])
+    if isinstance(value, CONSTANTS):
+        return type(value), value
+    return type(value), tuple([_kind_of(item) for item in tensors_in(value)]), fingerprint(value)
 
 
 def _zeros(tensor: Tensor) -> Tensor:

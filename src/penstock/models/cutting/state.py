@@ -1,7 +1,7 @@
 """Fingerprints of values and modules: what a forward changes besides the tensors that it returns is found by them."""
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -14,6 +14,7 @@ from penstock.models.cutting.undocumented import own_tensors_of, plain_attribute
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, type)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+PLAIN_DICTS = (dict, OrderedDict)
 MOST_LEVELS = 4
 """How deep objects are looked into."""
 
@@ -42,10 +43,10 @@ def fingerprint(value: Any, levels: int = MOST_LEVELS, known: dict[int, Any] | N
 
 def _of_object(value: Any, levels: int, known: dict[int, Any]) -> Any:
     if isinstance(value, dict):
-        items = ((_key(key), fingerprint(item, levels, known)) for key, item in value.items())
-        return type(value), tuple(items), _attributes(value, levels, known)
+        items = tuple([(_key(key), fingerprint(item, levels, known)) for key, item in value.items()])
+        return type(value), items, () if type(value) in PLAIN_DICTS else _attributes(value, levels, known)
     if isinstance(value, list | tuple | deque):
-        return type(value), tuple(fingerprint(item, levels, known) for item in value)
+        return type(value), tuple([fingerprint(item, levels, known) for item in value])
     if isinstance(value, set | frozenset):
         return frozenset(map(_key, value))
     if isinstance(value, random.Random):
@@ -80,7 +81,8 @@ def module_state(
         prefix = f"{path}." if path else ""
         attributes = plain_attributes_of(module) | own_tensors_of(module)[1]
         for name, value in attributes.items():
-            if prefix + name not in saved_names and value is not None:
+            is_empty = type(value) in PLAIN_DICTS and not value  # as most dicts of hooks are
+            if value is not None and not is_empty and prefix + name not in saved_names:
                 fingerprints[prefix + name] = fingerprint(value, known=known)
         children = tuple((name, id(child)) for name, child in module.named_children() if id(child) not in hidden)
         fingerprints[f"{prefix}submodules"] = children

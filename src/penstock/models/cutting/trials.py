@@ -37,24 +37,32 @@ class Trials:
         """The keywords of the microbatch that ran last."""
         self._known_routes: dict[Any, Routes] = {}
         """The routes of this microbatch, by kind; where it has no keywords, those of all microbatches of a kind."""
+        self._parts: set[str | None] = set()
+        """The points at which the parts begin that have asked in this forward."""
         self._left_state: dict[str, Any] = {}
         """The attributes around the points that an earlier forward has left changed, by full name."""
         self._source_state: dict[str, Any] = {}
         """The state of the owner's modules of which the frames are copies."""
 
-    def routes(self, part_call: PartCall, device: torch.device) -> Routes:
-        """Return what parts need of one another in a microbatch.
+    def routes(self, part_call: PartCall, device: torch.device, start: str | None = None) -> Routes:
+        """Return what parts need of one another in a microbatch; the part that asks begins at the point `start`.
 
         Raises:
             PenstockError: a part would need what cannot come to it, or the forward changes more than one process may
                 repeat.
         """
-        self._follow_owner()
         keywords = part_call.keywords
         is_known = keywords.keys() == self._keywords.keys()
         if not (is_known and all(value is self._keywords[name] for name, value in keywords.items())):
             self._keywords = dict(keywords)
             self._known_routes.clear()
+            self._parts.clear()
+        # Each part asks once in a forward; one that asks again begins another forward, before which the owner may have
+        # changed something.
+        if not self._parts or start in self._parts:
+            self._parts.clear()
+            self._follow_owner()
+        self._parts.add(start)
         # Where a batch has no keywords, its shapes are those of the inputs of a part.
         input_kinds = () if keywords else tuple(map(_kind_of, tensors_in(part_call.inputs)))
         kind = (input_kinds, part_call.is_training, modes_of(device), device)
@@ -131,7 +139,7 @@ class Trials:
         trial = Trial(self.template.positions, frame.device, part_call.is_training, self.template.modules)
         batch_tensors = list(tensors_in((part_call.inputs, dict(part_call.keywords))))
         batch_versions = list(map(version_of, batch_tensors))
-        state_before, python_state = frame.state(), random.getstate()
+        python_state = random.getstate()
         buffers: dict[str, Any] = {}
         trial.at_first_point = lambda: buffers.update(frame.buffer_state())
         with (
@@ -159,8 +167,7 @@ class Trials:
                 "the forward draws random numbers between its submodules by Python's random, or by an operator that is "
                 "not followed, so that each stage would draw others; draw by torch, as torch.rand does"
             )
-        left_names = changed_names(state_before, frame.state())
-        return routes, {name: copied(frame.value(name)) for name in left_names}
+        return routes, {name: copied(frame.value(name)) for name in frame.changed_names()}
 
     def _call(self, model: nn.Module, part_call: PartCall) -> Any:
         try:
