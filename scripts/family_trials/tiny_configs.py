@@ -70,6 +70,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 4},
     "paligemma": {"projection_dim": 32, "vision_config": {"projection_dim": 32}},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 32}, "text_config": MROPE},
     "qwen3_vl": {
         "vision_config": {"out_hidden_size": 32, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
