@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Try each family of transformers with a tiny model, and write docs/families.md: right, or refused with these words.
 
-    python scripts/families.py                          all families, some 15 minutes; --write writes the page
+    python scripts/families.py                          all families, some 10 minutes; --write writes the page
     python scripts/families.py llama seq2seq:t5         these
 
 Each runs in a process of its own. Exit status 1 if one is WRONG. --results FILE has all words, in JSON.
@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- written by scripts/families.py -->", "<!-- end of what scripts/families.py wrote -->"
 LIMIT_S = 120.0
 """Seconds after which a trial is given up."""
-MOST_WORDS = 12
+MOST_WORDS = 20
 """Words of a refusal that the page has."""
 Result = dict[str, Any]
 """The class of a model, the verdict of each form, and the seconds of the trial."""
@@ -101,7 +101,8 @@ def _reasons(result: Result) -> str:
 
 
 def _shortened(reason: str) -> str:
-    """Return the first words of a message, up to its fix, without paths."""
+    """Return the first words of a message, up to its fix, without paths, the rank and the name of the setting."""
+    reason = re.sub(r"^rank \d+(, \w+)?[:,] |PenstockError: |^source: ", "", reason)
     first = re.split(r"[;.] |\. ", re.sub(r"/tmp/\S+?(?=[:/ ])(/config\.json)?:? ?", "", reason))[0]
     words = first.replace("|", "/").split()
     return " ".join(words[:MOST_WORDS]) + (" ..." if len(words) > MOST_WORDS else "")
