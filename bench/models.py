@@ -2,7 +2,8 @@
 
     python bench/models.py --parts speed,folder,shape
 
-speed    a Llama on 2 ranks, `ps.from_transformers` and the wrappers of llama_wrappers.py in turns: tokens per second
+speed    Llamas of 256 and 512 features on 2 ranks, `ps.from_transformers` and the wrappers of llama_wrappers.py in
+         turns: tokens per second
 folder   a folder of some 400 MB on 4 ranks: bytes read by each rank, and its peak of memory while it loads
 shape    Llama-3-8B on the meta device, split over 8 ranks: bytes of each rank's layers
 
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,9 @@ from penstock.placement import Placement
 
 PARTS = ("speed", "folder", "shape")
 TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
-SMALL = {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
+SMALL = {"vocab_size": 4000, "num_hidden_layers": 8}
+WIDTHS = {256: 704, 512: 1408}
+"""Features of the models of `speed`, with those of their feed-forward layers."""
 FOLDER = {"vocab_size": 8000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -52,26 +56,30 @@ LEAST_SPEED, MOST_READ, MOST_ALLOCATED, MOST_PEAK = 0.98, 1.01, 1.01, 1.1
 
 
 def speed(words: Namespace) -> Iterator[dict[str, Any]]:
-    """Both pipelines train the same modules, so what differs is how they call them."""
-    torch.manual_seed(0)
-    llama: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, **HEADS))
-    model = ps.from_transformers(llama)
-    options: dict[str, Any] = {"frees_other_stages": False}
-    pipelines = {
-        "wrappers": ps.Pipeline(wrapped(llama), "1f1b", MICROBATCHES, model.loss, count=model.count, **options),
-        "from_transformers": ps.Pipeline(model, "1f1b", MICROBATCHES, model.loss, count=model.count, **options),
-    }
+    """Both pipelines of a width train the same modules, so what differs is how they call them."""
+    pipelines: dict[tuple[int, str], ps.Pipeline] = {}
+    for width, inner_width in WIDTHS.items():
+        torch.manual_seed(0)
+        shape = {**SMALL, **HEADS, "hidden_size": width, "intermediate_size": inner_width}
+        llama: Any = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
+        model = ps.from_transformers(llama)
+        options: dict[str, Any] = {"count": model.count, "frees_other_stages": False}
+        for name, layers in {"wrappers": wrapped(llama), "from_transformers": model}.items():
+            pipelines[width, name] = ps.Pipeline(layers, "1f1b", MICROBATCHES, model.loss, **options)
     tokens = torch.randint(SMALL["vocab_size"], (ROWS, LENGTH))
 
-    def step(name: str) -> None:
-        for parameter in pipelines[name].parameters():
+    def step(pipeline: ps.Pipeline) -> None:
+        for parameter in pipeline.parameters():
             parameter.grad = None
-        pipelines[name].step(tokens, target=tokens)
+        pipeline.step(tokens, target=tokens)
 
-    seconds = in_turn({name: lambda name=name: step(name) for name in pipelines}, words.rounds)  # type: ignore[misc]
+    turns = {f"{width} {name}": partial(step, pipeline) for (width, name), pipeline in pipelines.items()}
+    seconds = in_turn(turns, words.rounds)
     for pipeline in pipelines.values():
         pipeline.close()
-    yield {"part": "speed", "ranks": dist.get_world_size(), "seconds": seconds}
+    for width in WIDTHS:
+        by_name = {name: seconds[f"{width} {name}"] for name in ("wrappers", "from_transformers")}
+        yield {"part": "speed", "width": width, "ranks": dist.get_world_size(), "seconds": by_name}
 
 
 def folder(words: Namespace) -> Iterator[dict[str, Any]]:
@@ -130,7 +138,7 @@ def print_rows(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row["part"] == "speed":
             ratio = paired_ratio(row["seconds"]["wrappers"], row["seconds"]["from_transformers"])
-            tell("speed, of the wrappers'", ratio, LEAST_SPEED, is_most=False)
+            tell(f"speed, {row['width']}, of the wrappers'", ratio, LEAST_SPEED, is_most=False)
             for name, seconds in row["seconds"].items():
                 rate = ROWS * LENGTH / statistics.median(seconds)
                 print(f"  {name}: {rate:,.0f} tokens/s, spread {100 * spread_of(seconds):.1f} %")

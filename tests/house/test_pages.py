@@ -17,7 +17,8 @@ FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
 
 
 def is_reference(path):
-    return "<!-- written by scripts/reference.py -->" in path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    return any(f"<!-- written by scripts/{name}.py -->" in text for name in ("reference", "families"))
 
 
 def prose(text):

@@ -17,6 +17,7 @@ from penstock.pipeline import Pipeline
 from penstock.train.claim import Start, claimed_together, joined
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.data.user_data import Dataset
+from penstock.train.document_leaks import require_separate_documents
 from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder, run_log
 from penstock.train.generation import prompt_tokens, sample
 from penstock.train.measuring.split import choose_split
@@ -136,6 +137,7 @@ def _run_steps(
     early_stop = EarlyStop(config.run.patience)
     checkpoints = RunCheckpoints(config, folder, runner.trainer, early_stop, stop, data=dataset, output=output)
     progress = checkpoints.resume()
+    require_separate_documents(config, pipeline, dataset.vocabulary)
     first_step = progress.step + 1
     runner.continue_recording(first_step)
     peak_bytes: Sequence[int] = ()
