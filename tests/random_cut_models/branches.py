@@ -121,6 +121,7 @@ class ShapeBranch(At):
 class ComputedBranch(At):
     """A branch on values that modules of the model computed."""
 
+    weight = 0.3
     kinds = ("if", "item", "max", "float", "all", "tolist")
 
     def apply(self, model, run):
@@ -173,6 +174,7 @@ class OptionalSkip(Feature):
 class UnevenSkip(Feature):
     """A long skip in some microbatches only: those whose tokens have a certain value."""
 
+    weight = 0.3
     kinds = ("tokens", "lengths")
 
     def after(self, model, run, place, block):

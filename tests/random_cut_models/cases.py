@@ -35,8 +35,8 @@ class Case:
         self.depth = draw.randint(4 if seed % 4 == 3 else 3, 5)
         self.layout = draw.choice(["chain", "chain", "chain", "chain", "encoder", "tower"])
         self.num_microbatches = draw.randint(2, 4)
-        drawn = sorted(draw.sample(sorted(FEATURES), num_features(draw)), key=lambda name: draw.random())
-        self.features = [FEATURES[name](draw, self.depth) for name in compatible(names or drawn)]
+        drawn = sorted(FEATURES, key=lambda name: draw.random() ** (1 / FEATURES[name].weight))
+        self.features = [FEATURES[name](draw, self.depth) for name in compatible(names or drawn[-num_features(draw) :])]
         order = list(range(self.depth))
         called = order
         for feature in self.features:
@@ -100,7 +100,7 @@ class Change:
 
 def num_features(draw):
     share = draw.random()
-    return 0 if share < 0.05 else draw.randint(1, 3) if share < 0.6 else draw.randint(4, 8)
+    return 1 if share < 0.2 else draw.randint(2, 3) if share < 0.6 else draw.randint(4, 8)
 
 
 def compatible(names):

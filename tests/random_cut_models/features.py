@@ -11,6 +11,8 @@ class Feature:
 
     has_state = False
     """Whether a forward changes what a later call reads. All calls train then, since an evaluation changes nothing."""
+    weight = 1.0
+    """How often it is drawn; less where most of its kinds can only be refused, so that other features are seen too."""
     has_options = False
     """Whether some batches bring keywords that others lack."""
 

@@ -148,6 +148,7 @@ class NormAgain(Feature):
 
 
 class Order(Feature):
+    weight = 0.3
     kinds = ("reversed", "twice", "left out", "loop", "swapped")
 
     def order(self, order):
@@ -163,6 +164,7 @@ class Order(Feature):
 class LayerDrop(Feature):
     """A block is left out in some batches: by a flag, or by the length."""
 
+    weight = 0.3
     has_options = True
     kinds = ("flag", "length", "training")
 
@@ -244,6 +246,7 @@ SINKS = {
 class Container(Feature):
     """Blocks get an object of the forward, which they fill."""
 
+    weight = 0.6
     kinds = tuple(SINKS)
 
     def build(self, model):
@@ -268,6 +271,7 @@ class Container(Feature):
 class Notebook(Feature):
     """Blocks note something on themselves, which the forward reads behind them."""
 
+    weight = 0.3
     has_state = True
     kinds = ("number", "tensor", "loss", "own")
 

@@ -15,6 +15,7 @@ from tests.support.draws import drawn
 class State(Feature):
     """State of the root that each forward changes."""
 
+    weight = 0.3
     has_state = True
     kinds = ("number", "buffer", "saved", "in place", "previous", "list", "ema", "noted", "deep", "tensor")
 
@@ -52,6 +53,7 @@ class State(Feature):
 class StateBehind(Feature):
     """State that a forward changes between the blocks, or behind them."""
 
+    weight = 0.3
     has_state = True
     kinds = ("saved ema", "previous", "number", "history")
 
@@ -126,7 +128,7 @@ class Counted:
 class Changed(Feature):
     """The owner changes the model between calls."""
 
-    kinds = ("number", "buffer", "dropout", "hook", "config", "block number", "block buffer", "frozen", "module")
+    kinds = ("number", "buffer", "dropout", "hook", "config", "block number", "block buffer", "module")
 
     def build(self, model):
         model.strength, model.gate = 0.5, nn.Dropout(0.0)
@@ -245,6 +247,7 @@ class Noise(At):
 class PythonRandom(Feature):
     """A draw of Python's own generator."""
 
+    weight = 0.3
     kinds = ("number", "branch", "order")
 
     def begin(self, model, run):
@@ -276,6 +279,7 @@ class Dropping:
 class RandomLayerDrop(Feature):
     """A block is left out at random, as layer drop of transformers does it."""
 
+    weight = 0.3
     kinds = ("torch", "python")
 
     def before(self, model, run, place, block):

@@ -87,10 +87,11 @@ class Tie(Feature):
             model.words = nn.Linear(WIDTH, WORDS, bias=False)
             model.words.weight = model.embedding.weight
 
-    def output(self, model, run, output):
+    def end(self, model, run):
         if self.kind == "head":
-            return output + model.words(run.hidden).mean(-1, keepdim=True)
-        return output + model.shift.sum() if self.kind == "root" else output
+            run.hidden = run.hidden + model.words(run.hidden).mean(-1, keepdim=True)
+        elif self.kind == "root":
+            run.hidden = run.hidden + model.shift.sum()
 
 
 class Frozen(Feature):

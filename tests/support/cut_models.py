@@ -245,10 +245,12 @@ def of_kind(kind, tensors, wanted, rank):
     scale = max([float(t.abs().max()) for t in wanted.values() if t is not None and t.numel()], default=0.0) or 1.0
     if kind in ("loss", "output") and tensors.keys() != wanted.keys():
         return [f"{kind}: {sorted(tensors)} on rank {rank}, expected {sorted(wanted)}"]
-    unknown = [f"{kind} {name} on rank {rank}, which one process has not" for name in tensors.keys() - wanted.keys()]
+    unknown = [
+        f"{kind} {name} on rank {rank}, which one process has not" for name in sorted(tensors.keys() - wanted.keys())
+    ]
     return unknown + [
         f"{kind} {name} on rank {rank}: {problem}"
-        for name in tensors.keys() & wanted.keys()
+        for name in sorted(tensors.keys() & wanted.keys())
         if (problem := unequal(tensors[name], wanted[name], scale))
     ]
 
