@@ -103,9 +103,9 @@ def leaves(value, path=""):
 
 def plain_call(model, course, call, losses=()):
     """Accumulate the microbatches of a call in one process; draws are those that lead to `losses`, a pipeline's."""
+    model.train(call.is_training)
     if call.change:
         call.change(model)
-    model.train(call.is_training)
     trace, outputs = Trace(), []
     with torch.set_grad_enabled(call.is_training):
         for number, (keywords, target) in enumerate(call.microbatches(course.num_microbatches)):
@@ -150,7 +150,6 @@ def pipeline_call(pipeline, model, course, call):
     """Run the same call on one rank; `model` is what its owner holds."""
     if call.change:
         call.change(model)
-    model.train(call.is_training)
     run = pipeline.step if call.is_training else pipeline.evaluate
     result = run(target=call.target, return_outputs=True, **call.keywords)
     trace = Trace(list(result.losses))
