@@ -180,4 +180,4 @@ class PythonLayerDrop(LayerDrop):
 @pytest.mark.parametrize("kind", [LayerDrop, PythonLayerDrop])
 def test_layer_drop_is_refused_as_such(kind, num_ranks):
     batches = [batch(seed) for seed in range(1, 7)]
-    assert_refused(kind, *batches, num_ranks=num_ranks, match=r"(?i)layer.?drop|left out|leaves out", call=5)
+    assert_refused(kind, *batches, num_ranks=num_ranks, match=r"(?i)layer.?drop|left out|leaves out|random", call=5)

@@ -41,7 +41,7 @@ class SkippedAt(Padded):
     """A long skip from one block to another one."""
 
     def forward(self, rows, lengths):
-        hidden = self.begin(rows)
+        hidden = first = self.begin(rows)
         for number, block in enumerate(self.blocks):
             hidden = block(hidden)
             first = hidden if number == 0 else first
