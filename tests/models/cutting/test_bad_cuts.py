@@ -1,4 +1,4 @@
-"""Cuts that cannot be right: points that do not exist or nest, blocks called twice or left out, models without blocks."""
+"""Cuts that cannot be right: points that do not exist or nest, blocks called twice or left out, no blocks at all."""
 
 import pytest
 from torch import nn
@@ -25,18 +25,13 @@ on_both = pytest.mark.parametrize("num_ranks", [1, 2])
     ],
 )
 def test_points_that_do_not_exist_nest_or_stand_twice_are_refused(points, text):
-    try:
-        parts = ps.cut(Chain(), points)
-    except ConfigError as error:
-        assert pytest.raises(ConfigError, ps.cut, Chain(), points).match(text), error
-    else:
-        assert points in (["blocks.*", "blocks.*"], "blocks.*"), "read as one pattern"
-        assert [part.layer_name for part in parts][1:5] == [f"blocks.{number}" for number in range(4)]
+    with pytest.raises(ConfigError, match=text):
+        ps.cut(Chain(), points)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(), nn.Identity()])
 def test_a_model_without_blocks_is_refused(model):
-    with pytest.raises(ConfigError, match="points|blocks"):
+    with pytest.raises(ConfigError, match=r"points|blocks"):
         ps.cut(model, ["blocks.*"])
 
 
@@ -59,10 +54,9 @@ class Loop(Chain):
 
 
 class LaterAgain(Chain):
-    def forward(self, rows):
-        return self.head(
-            self.blocks[0](self.blocks[3](self.blocks[2](self.blocks[1](self.blocks[0](self.begin(rows))))))
-        )
+    def call(self, block, number, hidden):
+        hidden = block(hidden)
+        return self.blocks[0](hidden) if number == 3 else hidden
 
 
 class TwoNames(Chain):
