@@ -15,9 +15,11 @@ OTHER_SCHEDULES = ("zbv", "interleaved-1f1b")
 TOGETHER = [
     ("SetAttribute", "Changed"),
     ("HiddenMask", "TokenMask", "SharedMask"),
+    ("Frozen", "Detach"),
+    ("Frozen", "GradientMode"),
     *(("ByName", name) for name in ("Hook", "BlockState", "BlockDropout", "Changed", "Notebook")),
 ]
-"""Features of which a model has one: they overwrite each other's values, or hooks look for a positional argument."""
+"""Features of which a model has one: they overwrite each other's values, or nothing is left to train or to hook."""
 
 
 def objective(output, target):

@@ -275,6 +275,11 @@ class Notebook(Feature):
     has_state = True
     kinds = ("number", "tensor", "loss", "own")
 
+    def begin(self, model, run):
+        if self.kind in ("loss", "own"):  # a block that is left out would keep the last forward's graph
+            for block in model.blocks:
+                block.noted = 0.0
+
     def build(self, model):
         for block in model.blocks:
             block.noted = 0.0

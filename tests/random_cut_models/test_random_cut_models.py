@@ -14,6 +14,7 @@ from tests.random_cut_models.cases import FEATURES, Case, objective
 from tests.random_cut_models.running import judge
 from tests.support.cut_models import difference, outcome_of, plain_call, run_rank
 from tests.support.local_pipelines import on_ranks
+from tests.support.unsplit_pipeline import UnsplitPipeline
 
 NUM_QUICK, NUM_SAMPLED, NUM_FULL = 12, 100, 1000
 MOST_REFUSED = 0.5
@@ -84,6 +85,15 @@ def test_a_difference_is_seen(wrong):
 
     assert difference(course, [traces]).kind == "RIGHT"
     assert difference(wrong(course), [traces]).kind == "WRONG"
+
+
+@pytest.mark.parametrize(
+    ("first", "number"), [(0, 10), pytest.param(10, 100, marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_a_model_in_one_piece_is_right(first, number):
+    verdicts = [judge(seed, ranks=(1,), make_pipeline=UnsplitPipeline) for seed in range(first, first + number)]
+
+    assert [f"{each.command}: {each.details}" for each in verdicts if each.outcome != "RIGHT"] == []
 
 
 def test_a_draw_that_ranks_make_alike_is_repeated():

@@ -179,7 +179,7 @@ class SecondOutput(Feature):
         run.first_bias = second if place == 0 else run.first_bias
         if self.kind == "kept" and place == self.place:
             run.kept_second = second
-        if self.kind == "sum":
+        if self.kind == "sum" and second is not None:
             run.total = run.total + second.mean()
 
     def end(self, model, run):
@@ -304,6 +304,9 @@ class TensorProperty(At):
 
 class OutputStructure(Feature):
     kinds = ("tuple", "dict", "hidden", "loss")
+
+    def begin(self, model, run):
+        run.extra = run.hidden
 
     def before(self, model, run, place, block):
         if place == self.place:

@@ -40,6 +40,13 @@ class Call:
         return list(zip(parts, self.target.chunk(number), strict=True))
 
 
+def cut_pipeline(model, course, transport):
+    """A pipeline of the parts of a model; without a transport, of processes."""
+    parts = ps.cut(model, list(course.points))
+    options = course.options if transport is None else {**course.options, "transport": transport}
+    return ps.Pipeline(parts, course.schedule, course.num_microbatches, course.loss, **options)
+
+
 @dataclass(frozen=True)
 class Course:
     """A model, where it is cut, and the calls that a pipeline makes with it; every rank gets a copy of the model."""
@@ -55,6 +62,7 @@ class Course:
     """Draws that the model makes through `drawn`: the unsplit model repeats those of the pipeline."""
     options: dict = field(default_factory=dict)
     """Further keywords of the pipeline."""
+    make_pipeline: Callable = cut_pipeline
 
 
 @dataclass
@@ -175,15 +183,13 @@ def run_rank(transport, course):
     """Return the traces of the calls of one rank, and the error that ended them."""
     model, traces = copy.deepcopy(course.model), []
     try:
-        parts = ps.cut(model, list(course.points))
-        pipeline = ps.Pipeline(
-            parts, course.schedule, course.num_microbatches, course.loss, transport=transport, **course.options
-        )
+        pipeline = course.make_pipeline(model, course, transport)
         for call in course.calls:
             traces.append(pipeline_call(pipeline, model, course, call))
         pipeline.close()
     except Exception as error:
-        transport.abort()  # the other ranks must not wait for this one
+        if transport is not None:
+            transport.abort()  # the other ranks must not wait for this one
         return traces, error
     return traces, None
 
