@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 
-from tests.support.cut_models import Call, Course, outcome_of
+from tests.support.cut_models import Call, Course, difference, outcome_of, run_rank
 from tests.support.draws import RecordedDraws
 from tests.support.local_pipelines import values
 
@@ -57,9 +57,26 @@ def call_of(keywords, is_training=True, change=None):
 
 def outcome(kind, batches, num_ranks=1, **options):
     """Run a chain on batches or calls; twice the same batch by default, since the second step is another path."""
+    return outcome_of(course_of(kind, batches, num_ranks, **options))
+
+
+def course_of(kind, batches, num_ranks=1, **options):
     torch.manual_seed(0)
     calls = [each if isinstance(each, Call) else call_of(each) for each in batches or [batch(1), batch(1), batch(2)]]
-    return outcome_of(Course(kind().double(), calls, num_ranks=num_ranks, draws=RecordedDraws(), **options))
+    return Course(kind().double(), calls, num_ranks=num_ranks, draws=RecordedDraws(), **options)
+
+
+def on_process(rank, kind, num_ranks):
+    """Return the traces of a rank that is a process, and the text of its error."""
+    traces, error = run_rank(None, course_of(kind, (), num_ranks))
+    return traces, error and f"{type(error).__name__}: {error}"
+
+
+def assert_right_on_processes(pool, kind):
+    """The same by the processes of a pool, which talk by torch's process groups."""
+    ranks = pool.run(on_process, kind, 2, timeout_s=60.0)
+    assert [error for _, error in ranks if error] == []
+    assert difference(course_of(kind, (), 2), [traces for traces, _ in ranks]).text == ""
 
 
 def assert_right(kind, *batches, **options):

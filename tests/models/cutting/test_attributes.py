@@ -5,7 +5,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.cut_cases import LENGTH, WIDTH, Block, Chain, assert_right, assert_right_or_refused, batch, call_of
+from tests.support.cut_cases import (
+    LENGTH,
+    WIDTH,
+    Block,
+    Chain,
+    assert_right,
+    assert_right_on_processes,
+    assert_right_or_refused,
+    batch,
+    call_of,
+)
 
 on_both = pytest.mark.parametrize("num_ranks", [1, 2])
 
@@ -18,6 +28,12 @@ class Plain(Chain):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 def test_a_plain_chain_is_right(num_ranks, schedule):
     assert_right(Plain, num_ranks=num_ranks, schedule=schedule if num_ranks > 1 else "1f1b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Plain, "Scaled", "ByForward", "Moded"])
+def test_processes_compute_what_threads_do(two_ranks, kind):
+    assert_right_on_processes(two_ranks, globals()[kind] if isinstance(kind, str) else kind)
 
 
 # ---- attributes that the forward sets
