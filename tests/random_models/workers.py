@@ -4,15 +4,19 @@ import time
 import warnings
 from multiprocessing.connection import wait
 
+from tests.random_models.verdict import Verdict
 from tests.support.forks import forks
 
 LONGEST_CASE_S = 150.0
 
 
-def run_cases(seeds, num_jobs=1, on_verdict=lambda verdict: None):
-    """Return the verdicts of these cases, in the order in which they came."""
+def run_cases(seeds, num_jobs=1, on_verdict=lambda verdict: None, *, work=None, verdict=Verdict):
+    """Return the verdicts of these cases, in the order in which they came.
+
+    `work(seed)` runs a case and returns its verdict; by default, a random model. `verdict` makes that of a crash.
+    """
     waiting, verdicts = list(reversed(list(seeds))), []
-    workers = [_Worker() for _ in range(min(num_jobs, len(waiting)))]
+    workers = [_Worker(work, verdict) for _ in range(min(num_jobs, len(waiting)))]
     try:
         for worker in workers:
             worker.begin(waiting.pop())
@@ -33,14 +37,15 @@ def run_cases(seeds, num_jobs=1, on_verdict=lambda verdict: None):
 class _Worker:
     """One process, which is replaced when it dies or takes too long."""
 
-    def __init__(self):
+    def __init__(self, work, verdict):
+        self.work, self.verdict = work, verdict
         self.process = self.connection = self.seed = None
 
     def begin(self, seed):
         if self.process is None:
             context = forks()
             self.connection, other = context.Pipe()
-            self.process = context.Process(target=_work, args=(other,))
+            self.process = context.Process(target=_work, args=(other, self.work))
             self.process.start()
             other.close()
         self.seed, self.until_s = seed, time.monotonic() + LONGEST_CASE_S
@@ -48,22 +53,23 @@ class _Worker:
 
     def take(self):
         """Return the verdict if there is one, of a process that ended or is late too."""
-        from tests.random_models.verdict import Verdict
-
         if self.connection.poll():
             try:
                 verdict = self.connection.recv()
             except (EOFError, ConnectionError):
                 self.process.join()
-                verdict = Verdict(self.seed, "wrong", f"the process died with exit code {self.process.exitcode}")
+                verdict = self.failed(f"the process died with exit code {self.process.exitcode}")
                 self.stop()
         elif time.monotonic() > self.until_s:
-            verdict = Verdict(self.seed, "wrong", f"not over after {LONGEST_CASE_S:g} s")
+            verdict = self.failed(f"not over after {LONGEST_CASE_S:g} s")
             self.stop()
         else:
             return None
         self.seed = None
         return verdict
+
+    def failed(self, reason):
+        return self.verdict(self.seed, "wrong" if self.work is None else "WRONG", reason)
 
     def stop(self):
         self.process.kill()
@@ -82,9 +88,11 @@ class _Worker:
         self.process.join()
 
 
-def _work(connection):
+def _work(connection, work):
     """Run what comes until the other end closes."""
     from tests.random_models.running import close_pools, judge
+
+    work = work or judge
 
     warnings.simplefilter("ignore")  # advice on few microbatches, and on what a split backward cannot delay
     while True:
@@ -92,5 +100,5 @@ def _work(connection):
             seed = connection.recv()
         except (EOFError, ConnectionError):
             break
-        connection.send(judge(seed))
+        connection.send(work(seed))
     close_pools()
