@@ -371,7 +371,6 @@ def set_all(model):
 
 CHANGES = [
     set_number,
-    set_probability,
     set_buffer,
     fill_buffer,
     set_config,
@@ -386,3 +385,10 @@ CHANGES = [
 def test_what_the_owner_changes_after_the_cut_holds_from_the_next_step_on(change, num_ranks):
     calls = [call_of(batch(1)), call_of(batch(1)), call_of(batch(1), change=change), call_of(batch(2, LENGTH))]
     assert_right(Owned, *calls, num_ranks=num_ranks)
+
+
+@on_both
+def test_a_draw_that_the_owner_turns_on_holds_or_needs_messages_of_other_layouts(num_ranks):
+    """With it, other leaves travel than the ranks have agreed on for batches of this layout."""
+    calls = [call_of(batch(1)), call_of(batch(1)), call_of(batch(1), change=set_probability)]
+    assert_right_or_refused(Owned, *calls, num_ranks=num_ranks, match="variable_shapes=True")

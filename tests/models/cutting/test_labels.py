@@ -20,6 +20,8 @@ class Watched:
     def __init__(self):
         self.used, self.draws = set(), []
 
+    place = "behind 'words'"
+
     def use_labels(self, labels):
         self.used |= labels
 
@@ -92,7 +94,7 @@ def test_a_constant_that_gets_a_leaf_in_place_has_its_label_and_counts_as_change
 )
 def test_a_python_value_or_a_shape_of_a_leaf_is_refused(read):
     with Labels(Watched(), CPU) as labels:
-        with pytest.raises(PenstockError, match=r"decides by the value of a tensor.*'words'"):
+        with pytest.raises(PenstockError, match=r"behind 'words', .* decides by the value of a tensor.*'words'"):
             read(labelled(labels))
         assert not bool((torch.zeros(3) > 0).any())
 

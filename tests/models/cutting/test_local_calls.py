@@ -28,9 +28,9 @@ def call(seen, change=None):
 @pytest.mark.parametrize(
     ("seen", "change", "words"),
     [
-        ([], lambda block, seen: seen.append(1), r"changes its argument 1 \(list\).*AuxiliaryLoss"),
-        ({}, lambda block, seen: seen.update(a=1), r"changes its argument 1 \(dict\)"),
-        (torch.ones(2), lambda block, seen: seen.add_(1), r"changes its argument 1 \(Tensor\)"),
+        ([], lambda block, seen: seen.append(1), r"changes its argument 'seen' \(list\).*AuxiliaryLoss"),
+        ({}, lambda block, seen: seen.update(a=1), r"changes its argument 'seen' \(dict\)"),
+        (torch.ones(2), lambda block, seen: seen.add_(1), r"changes its argument 'seen' \(Tensor\)"),
         (None, lambda block, seen: setattr(block, "calls", 1), "'blocks.0' changes its attribute 'calls'"),
     ],
 )

@@ -41,7 +41,7 @@ class Counted(nn.Linear):
 
 def test_what_a_module_would_return_is_asked_once_for_each_kind_of_input():
     module = Counted(3, 4)
-    placeholder = Placeholder(module)
+    placeholder = Placeholder("inner", module)
     for rows, twice in ((2, False), (2, False), (5, False), (5, True)):
         returned, number = output(placeholder, torch.ones(rows, 3), twice=twice)
         assert returned.shape == (rows, 4)
@@ -58,14 +58,14 @@ def test_a_module_that_decides_by_values_runs_on_zeros_with_the_integers_of_the_
         def forward(self, features, kept):
             return super().forward(features[: int(kept.sum())])
 
-    placeholder = Placeholder(Selecting(3, 4))
+    placeholder = Placeholder("inner", Selecting(3, 4))
     for kept in (torch.tensor([1, 1, 0]), torch.tensor([1, 0, 0]), torch.tensor([1, 1, 0])):
         assert output(placeholder, torch.ones(3, 3), kept).shape == (int(kept.sum()), 4)
 
 
 def test_an_input_that_a_module_returns_as_it_is_stays_the_same_object():
     features = torch.ones(2, 3)
-    assert output(Placeholder(nn.Identity()), features) is features
+    assert output(Placeholder("inner", nn.Identity()), features) is features
 
 
 def test_copies_leave_tensors_and_objects_alone():

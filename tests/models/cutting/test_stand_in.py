@@ -38,12 +38,22 @@ class NotedRun:
     def note_read(self, name, attribute):
         self.notes.append((name, attribute))
 
-    def note_write(self, name, attribute, value):
+    def write(self, name, attribute, value, placeholder):
         self.notes.append((name, attribute, value))
 
 
+class Host:
+    """A frame in evaluation mode."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def mode_of(self, owner):
+        return False
+
+
 def stand_in(run, owner=None):
-    return StandIn("blocks.0", Placeholder(owner or Block()), lambda: run)
+    return StandIn("blocks.0", Placeholder("blocks.0", owner or Block()), Host(run))
 
 
 def test_calls_forwards_and_methods_are_told_apart():
@@ -67,23 +77,50 @@ def test_attributes_are_those_of_the_owner_now_and_tensors_are_labelled():
         block.nothing  # noqa: B018
 
 
-def test_what_the_forward_sets_is_read_again_and_reaches_the_submodule_of_the_part():
-    local = Block()
-    block = stand_in(NotedRun(local))
-    block.scale = 4
-    assert local.scale == 4
-    assert block.scale == 4
-    del block.scale
-    assert not hasattr(local, "scale")
-
+def test_what_the_forward_sets_is_read_again_until_the_next_run():
     run = NotedRun()
     block = stand_in(run)
     block.scale = 5
     assert block.scale == 5
-    assert run.notes == [("blocks.0", "scale", 5)]
-    block.begin_run(is_training=False)
+    del block.scale
+    block.begin_run()
     assert block.scale == 1.5
+    assert [note[:2] for note in run.notes] == [("blocks.0", "scale")] * 3
+
+
+def test_modes_are_those_of_the_run_and_of_the_submodules_that_a_part_has():
+    local = Block()
+    assert stand_in(NotedRun(local)).training
+    block = stand_in(NotedRun())
     assert not block.training
+    block.training = True
+    assert block.training
+
+
+def test_submodules_have_stand_ins_which_the_walks_of_torch_meet():
+    outer = nn.Sequential(Block(), nn.Linear(2, 3))
+    block = stand_in(NotedRun(), outer)
+    assert [type(module) for module in block.modules()] == [StandIn] * 3
+    assert [name for name, _ in block.named_parameters()] == [name for name, _ in outer.named_parameters()]
+    assert isinstance(getattr(block, "1"), nn.Linear)
+    assert getattr(block, "1")(4) == 4
+
+
+def test_an_attribute_that_the_submodule_makes_is_refused_and_so_is_a_tensor_that_no_file_has():
+    class Noting(Block):
+        def forward(self, value):
+            self.loss = value.sum()
+            return value
+
+    owner = Noting()
+    owner.table = torch.ones(2)
+    placeholder = Placeholder("blocks.0", owner)
+    placeholder.output("__call__", (torch.ones(2),), {}, is_training=True)
+    block = StandIn("blocks.0", placeholder, Host(NotedRun()))
+    with pytest.raises(PenstockError, match=r"'blocks.0' changes its attribute 'loss'.*AuxiliaryLoss"):
+        block.loss  # noqa: B018
+    with pytest.raises(PenstockError, match=r"tensor 'table' of 'blocks.0', which is neither a parameter nor a buffer"):
+        block.table  # noqa: B018
 
 
 def test_outside_of_a_forward_nothing_is_called_or_set():

@@ -118,7 +118,7 @@ def test_what_later_code_needs_is_carried_to_it_and_no_further(kind, carried):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Swapped, r"calls 'blocks.2' where 'blocks.1' was expected; .*layer drop"),
+        (Swapped, r"calls 'blocks.2' where 'blocks.1' was expected, which it leaves out.*layer drop"),
         (Twice, r"calls 'blocks.2' a second time"),
         (Late, r"calls 'words' behind 'blocks.2', though it is defined before; name it as"),
         (Short, r"has ended and has not called 'blocks.1'; give the points"),

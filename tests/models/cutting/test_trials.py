@@ -103,7 +103,7 @@ class InBatch(Model):
         (Counting, "changes 'calls' for later forwards"),
         (Listing, "changes 'seen' for later forwards"),
         (Remembering, "changes 'prev' for later forwards"),
-        (PythonDrawing, "draws random numbers between its submodules by Python's random"),
+        (PythonDrawing, "draws random numbers between its submodules by Python's or"),
         (InBatch, r"changes an argument of the batch in place.*clone\(\)"),
     ],
 )

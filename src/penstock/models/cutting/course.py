@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.models.cutting.labels import Labels, maker_of
 from penstock.models.cutting.local_calls import call_module
 from penstock.models.cutting.part_leaves import PartLeaves
-from penstock.models.cutting.placeholders import Placeholder, without_values
+from penstock.models.cutting.placeholders import DELETED, Placeholder, without_values
 from penstock.models.cutting.points import first_argument
 from penstock.models.cutting.routes import Routes
 from penstock.models.cutting.trees import items_in, map_tensors, tensors_in
@@ -76,6 +76,11 @@ class Course:
             "which a run without values did not use; all that the forward decides by must follow from the batch"
         )
 
+    @property
+    def place(self) -> str:
+        """The code that runs now, for messages."""
+        return f"from {self.start or 'its begin'!r} to {self.stop or 'its end'!r}"
+
     # ---- what operators do
 
     def use_labels(self, labels: frozenset[str]) -> None:
@@ -127,7 +132,10 @@ class Course:
 
     def local_module(self, name: str) -> nn.Module | None:
         """Return the submodule itself where the part has it."""
-        return self.part_modules.get(name)
+        holder = next((point for point in self.part_modules if f"{name}.".startswith(f"{point}.")), None)
+        if holder is None:
+            return None
+        return self.part_modules[holder].get_submodule(name[len(holder) + 1 :])
 
     def tensor_attribute(self, label: str, tensor: Tensor) -> Tensor:
         """Return a tensor that a submodule of another part holds, if it has arrived."""
@@ -141,10 +149,17 @@ class Course:
                 "by must follow from the batch"
             )
 
-    def note_write(self, name: str, attribute: str, value: Any) -> None:
-        """Refuse a value that is not here. Raises: PenstockError."""
-        if name in self.part_modules:
+    def write(self, name: str, attribute: str, value: Any, placeholder: Placeholder) -> None:
+        """Set an attribute of a submodule of the part. Raises: PenstockError, if its value is not here."""
+        module = self.local_module(name)
+        if module is None:
+            with self.labels.paused():
+                placeholder.write(attribute, value)
+        elif value is DELETED:
+            delattr(module, attribute)
+        else:
             self.require_values(value, f"the attribute {attribute!r} of {name!r}")
+            setattr(module, attribute, value)
 
     # ---- the way of the forward
 

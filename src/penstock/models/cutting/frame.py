@@ -37,14 +37,16 @@ class Template:
 
         `complete` gives values to the tensors of a frame that are on the meta device, if the model is there.
         """
-        self.model, self.cut = model, cut
+        self.model, self.cut, self.name = model, cut, type(model).__name__
         self.positions = {name: position for position, name in enumerate(cut.points)}
         self.complete = complete or (lambda model, device: None)
         # Submodules that stand-ins replace; of those before the points, the ones with parameters come first.
         trained = [name for name in cut.begin_modules if any(True for _ in model.get_submodule(name).parameters())]
         names = [*trained, *(name for name in cut.begin_modules if name not in trained), *cut.points]
         self.modules = {name: model.get_submodule(name) for name in names}
-        self.placeholders = {name: Placeholder(module) for name, module in self.modules.items()}
+        self.placeholders = {
+            name: Placeholder(name, module, is_point=name in self.positions) for name, module in self.modules.items()
+        }
         self.saved_names = frozenset(cut.tensors)
         modules = [module for placeholder in self.placeholders.values() for module in placeholder.module.modules()]
         self.skips = [module for module in modules if isinstance(module, Skip)]
@@ -63,9 +65,8 @@ class Frame:
         self.template, self.device = template, device
         self.run: Run | None = None
         """The run that is under way; None between runs."""
-        self.stand_ins = {
-            name: StandIn(name, placeholder, lambda: self.run) for name, placeholder in template.placeholders.items()
-        }
+        self._is_training = False
+        self.stand_ins = {name: StandIn(name, placeholder, self) for name, placeholder in template.placeholders.items()}
         # deepcopy takes what `memo` has for an object in place of a copy.
         memo: dict[int, Any] = {id(module): self.stand_ins[name] for name, module in template.modules.items()}
         memo |= {id(tensor): bare_parameter(tensor) for tensor in self._saved_tensors(template.model).values()}
@@ -93,14 +94,11 @@ class Frame:
         self, run: Run, labels: Labels, tensors: Mapping[str, Tensor], *, is_training: bool
     ) -> Iterator[nn.Module]:
         """Let the model's forward run inside; `tensors` take the places of parameters and buffers around the points."""
-        for name, stand_in in self.stand_ins.items():
-            local_module = run.local_module(name)
-            owner = self.template.modules[name]
-            stand_in.begin_run(
-                is_training=self._mode(owner, is_training) if local_module is None else local_module.training
-            )
+        self._is_training = is_training
+        for stand_in in self.stand_ins.values():
+            stand_in.begin_run()
         for path, module in self._modules:
-            module.training = self._mode(self._owners.get(path, self.template.model), is_training)
+            module.training = self.mode_of(self._owners.get(path, self.template.model))
         for name in self.template.saved_names:
             self._put(name, tensors.get(name))
         skip_values = _SkipValues()
@@ -155,9 +153,9 @@ class Frame:
         values: dict[str, Any] = parameters if isinstance(like, nn.Parameter) else buffers
         values[tensor_name] = bare_parameter(like) if tensor is None else tensor
 
-    def _mode(self, owner: nn.Module, is_training: bool) -> bool:
-        """Return the mode of a module: that of the part, unless its owner has put it into another than the model."""
-        return is_training and (owner.training or not self.template.model.training)
+    def mode_of(self, owner: nn.Module) -> bool:
+        """Return whether a module is in training mode: as the part, unless its owner has put it into evaluation."""
+        return self._is_training and (owner.training or not self.template.model.training)
 
 
 class _SkipValues:

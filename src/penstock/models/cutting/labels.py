@@ -50,6 +50,10 @@ READS = {
 class Watch(Protocol):
     """A run of the forward that is told what its operators do."""
 
+    @property
+    def place(self) -> str:
+        """The code that runs now, for messages."""
+
     def use_labels(self, labels: frozenset[str]) -> None:
         """Note that an operator has computed from leaves of these labels."""
 
@@ -94,7 +98,7 @@ class Labels(LabelTable, TorchFunctionMode):
         if name in LIKE_SECOND and len(args) == 2 and not self.labels_of(args[0]):
             return self._like_second(name, *args, **kwargs)
         if name in READS or (name == "__getitem__" and self._selects_by_values(args[1])):
-            raise PenstockError(decides_by_value(name, labels))
+            raise PenstockError(decides_by_value(name, labels, self._watch.place))
         return self._compute(func, args, kwargs, labels)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, labels: frozenset[str]) -> Any:
@@ -197,15 +201,15 @@ class Labels(LabelTable, TorchFunctionMode):
         )
 
 
-def decides_by_value(name: str, labels: Collection[str]) -> str:
+def decides_by_value(name: str, labels: Collection[str], place: str) -> str:
     """Return the words for a forward that reads a value which only one stage has."""
     label = min(labels)
     fix = "all that it decides by must follow from the batch"
     if label.startswith(DRAW):
         fix = "all stages must go the same way, so set the probability of a layer drop to 0"
     return (
-        f"the forward decides by the value of a tensor ({name}) that a layer of another stage computes or draws, "
-        f"{maker_of(label)!r}; {fix}"
+        f"{place}, the forward decides by the value of a tensor ({name}) that a layer of another stage computes or "
+        f"draws, {maker_of(label)!r}; {fix}"
     )
 
 

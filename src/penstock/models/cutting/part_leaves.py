@@ -35,7 +35,8 @@ class PartLeaves:
     def keep_held(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
         """Keep the parameters and buffers of a part, and of its submodules, by name."""
         for name, tensor in tensors.items():
-            self.keep(name, tensor)
+            # A buffer may get another value while its earlier one is on its way.
+            self.keep(name, tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
         for label in self._wanted:
             holder = next((name for name in modules if label.startswith(f"{name}.")), None)
             if holder is not None and "#" not in label:

@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import PenstockError
+from penstock.models.cutting.arguments import UnchangedArguments
 from penstock.models.cutting.state import fingerprint
 from penstock.models.cutting.trees import map_items, map_tensors, tensors_in
 from penstock.models.skip import Skip
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+DELETED = object()
+"""Stands for an attribute that the forward has deleted."""
 MOST_VALUES = 4096
 """Number of integers in an argument up to which results are remembered by its values."""
 
@@ -39,35 +43,34 @@ def without_values(tensor: Tensor, *, requires_grad: bool | None = None) -> Tens
 class Placeholder:
     """Says what a method of a module would return, by running it without values: once for inputs of one kind."""
 
-    def __init__(self, owner: nn.Module, module: nn.Module | None = None) -> None:
+    def __init__(self, name: str, owner: nn.Module, module: nn.Module | None = None, *, is_point: bool = False) -> None:
         """`owner` is the module; `module` is a copy of it on the meta device, made where there is none."""
-        self.owner = owner
+        self.name, self.owner, self._is_point = name, owner, is_point
         self.module = on_meta(owner) if module is None else module
         self._outputs_by_kind: dict[Any, tuple[Any, list[int | None]]] = {}
         self._failing_kinds: set[Any] = set()
         """The kinds of inputs with which the module cannot run on the meta device."""
+        self._written: dict[str, Any] = {}
+        """The kinds of the attributes that the forward has set."""
         self._has_skips = any(isinstance(child, Skip) for child in self.module.modules())
 
     def output(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Any:
         """Return a tree of new tensors on the meta device, and of those that the module returns as it was given them.
 
-        Raises: what the module raises without values, and with zeros in their place.
+        Raises:
+            PenstockError: it cannot be found without values, or the module changes its further arguments.
         """
         tensors = list(tensors_in((args, kwargs)))
         needs_gradients = tuple(parameter.requires_grad for parameter in self.owner.parameters())
-        kind = (method, is_training, torch.is_grad_enabled(), needs_gradients, _kind_of(args), _kind_of(kwargs))
+        kind = (
+            *(method, is_training, torch.is_grad_enabled(), needs_gradients, tuple(self._written.items())),
+            *(_kind_of(args), _kind_of(kwargs)),
+        )
         if kind not in self._outputs_by_kind or self._has_skips:  # it may depend on what was put into a skip
             for parameter, needs_gradient in zip(self.module.parameters(), needs_gradients, strict=False):
                 parameter.requires_grad_(needs_gradient)
             self.module.train(is_training)
-            inputs = [without_values(tensor) for tensor in tensors]
-            try:
-                if kind in self._failing_kinds:
-                    raise RuntimeError(f"{type(self.owner).__name__} decides by values")
-                output = self._run(self.module, method, inputs, args, kwargs)
-            except Exception as error:  # a module that decides by values, as experts do
-                self._failing_kinds.add(kind)
-                output, inputs, kind = self._run_on_zeros(method, tensors, args, kwargs, kind, error)
+            output, inputs, kind = self._find(method, tensors, args, kwargs, kind)
             index_by_id = {id(tensor): index for index, tensor in enumerate(inputs)}
             self._outputs_by_kind[kind] = output, [index_by_id.get(id(tensor)) for tensor in tensors_in(output)]
         output, input_indices = self._outputs_by_kind[kind]
@@ -77,29 +80,53 @@ class Placeholder:
             lambda tensor: without_values(tensor) if (index := next(next_index)) is None else tensors[index], output
         )
 
-    def _run_on_zeros(
-        self, method: str, tensors: list[Tensor], args: Any, kwargs: Any, kind: Any, error: Exception
+    def write(self, name: str, value: Any) -> None:
+        """Set an attribute as the forward does, or delete it where the value is `DELETED`."""
+        self._written[name] = _kind_of(value)
+        if value is not DELETED:
+            setattr(self.module, name, map_tensors(without_values, value))
+        elif hasattr(self.module, name):
+            delattr(self.module, name)
+
+    def _find(
+        self, method: str, tensors: list[Tensor], args: Any, kwargs: Any, kind: Any
     ) -> tuple[Any, list[Tensor], Any]:
-        """Run a copy of the module on the CPU whose tensors are zeros; the integers of the batch keep their values."""
+        """Return what the module returns, the inputs that it was given, and the kind of inputs for which that holds."""
+        if kind not in self._failing_kinds:
+            inputs = [without_values(tensor) for tensor in tensors]
+            try:
+                return self._run(self.module, method, inputs, args, kwargs), inputs, kind
+            except PenstockError:
+                raise
+            except Exception:  # a module that decides by values, as experts do
+                self._failing_kinds.add(kind)
         integers = [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_floating_point())]
         is_short = all(tensor.numel() <= MOST_VALUES for tensor in integers)
         values = tuple(tuple(tensor.flatten().tolist()) for tensor in integers) if is_short else object()
-        kind = (*kind, values)
         inputs = [_zeros(tensor) for tensor in tensors]
-        if kind in self._outputs_by_kind:
-            return self._outputs_by_kind[kind][0], inputs, kind
+        if (*kind, values) in self._outputs_by_kind:
+            return self._outputs_by_kind[(*kind, values)][0], inputs, (*kind, values)
+        try:
+            return self._run(self._on_zeros(), method, inputs, args, kwargs), inputs, (*kind, values)
+        except PenstockError:
+            raise
+        except Exception as error:
+            first = next(iter((*args, *kwargs.values())), None)
+            if self._is_point and isinstance(first, Tensor):
+                # Most blocks return what is like their input; if this one does not, its stage refuses it.
+                return without_values(first), [], (*kind, values)
+            raise PenstockError(
+                f"what {self.name!r} returns cannot be found without values ({type(error).__name__}: {error}); its "
+                "shape must follow from the shapes of its inputs"
+            ) from error
+
+    def _on_zeros(self) -> nn.Module:
+        """Return a copy of the module on the CPU whose tensors are zeros; the system has no memory of large ones."""
         memo: dict[int, Any] = {}
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            zeros = torch.zeros(
-                tensor.shape, dtype=tensor.dtype
-            )  # of large ones, the system has no memory until a write
+            zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
             memo[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else zeros
-        module = copy.deepcopy(self.module, memo)
-        try:
-            output = self._run(module, method, inputs, args, kwargs)
-        except Exception:
-            raise error from None
-        return output, inputs, kind
+        return copy.deepcopy(self.module, memo)
 
     def _run(self, module: nn.Module, method: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         next_input = iter(inputs)
@@ -107,8 +134,11 @@ class Placeholder:
         call_args, call_kwargs = map_items(
             lambda item: next(next_input) if isinstance(item, Tensor) else _copied(item), (args, kwargs)
         )
+        unchanged = UnchangedArguments(self.name, call_args, call_kwargs)
         with torch.random.fork_rng(devices=[]):  # what a stand-in draws is drawn by no part
-            return method_of_module(*call_args, **call_kwargs)
+            output = method_of_module(*call_args, **call_kwargs)
+        unchanged.require(method_of_module)
+        return output
 
 
 def _kind_of(value: Any) -> Any:

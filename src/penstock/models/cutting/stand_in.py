@@ -1,6 +1,5 @@
 """`StandIn`: takes the place of a submodule in a frame, and asks the run that is under way what it returns."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -8,10 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.placeholders import Placeholder
+from penstock.models.cutting.placeholders import DELETED, Placeholder
 from penstock.models.cutting.undocumented import own_tensors_of
 
 CALL, FORWARD = "__call__", "forward"
+CHANGES_OWN = (
+    "{!r} changes its attribute {!r}, which the forward around the points reads; other stages would read another "
+    "value. Return it, hand it on by a ps.Skip, or add it to a ps.AuxiliaryLoss"
+)
 
 
 class Run(Protocol):
@@ -31,30 +34,74 @@ class Run(Protocol):
     def note_read(self, name: str, attribute: str) -> None:
         """Note that the forward reads an attribute of the submodule `name` that is no tensor."""
 
-    def note_write(self, name: str, attribute: str, value: Any) -> None:
-        """Note that the forward sets or deletes an attribute of the submodule `name`."""
+    def write(self, name: str, attribute: str, value: Any, placeholder: Placeholder) -> None:
+        """Set an attribute of the submodule `name`, or delete it where the value is `DELETED`."""
+
+
+class Host(Protocol):
+    """The frame in which stand-ins are."""
+
+    run: Run | None
+    """The run that is under way; None between runs."""
+
+    def mode_of(self, owner: nn.Module) -> bool:
+        """Return whether a submodule of another part is in training mode."""
 
 
 class StandIn(nn.Module):
-    """Takes the place of a submodule; has its class and its attributes."""
+    """Takes the place of a submodule; has its class, its submodules and its attributes."""
 
-    def __init__(self, name: str, placeholder: Placeholder, current_run: Callable[[], Run | None]) -> None:
-        super().__init__()
+    def __init__(self, name: str, placeholder: Placeholder, host: Host) -> None:
         # Past nn.Module's __setattr__, which would register a module as a submodule.
-        object.__setattr__(self, "_target", (name, placeholder, current_run))
+        object.__setattr__(self, "_target", (name, placeholder, host))
         object.__setattr__(self, "_written", {})
+        object.__setattr__(self, "_nested", {})
+        super().__init__()
         # A model may ask its parameters for their device and dtype.
-        own_tensors_of(self)[0].update(placeholder.module.named_parameters())
+        parameters, buffers = own_tensors_of(self)
+        parameters.update(placeholder.module.named_parameters(recurse=False))
+        buffers.update(placeholder.module.named_buffers(recurse=False))
 
-    def begin_run(self, *, is_training: bool) -> None:
-        """Forget what an earlier run has set; `is_training` is the mode of the submodule."""
-        self.__dict__["training"] = is_training
-        self.__dict__["_written"].clear()
+    def begin_run(self) -> None:
+        """Forget what an earlier run has set."""
+        if self._written:
+            self._written.clear()
+        for nested in self._nested.values():
+            nested.begin_run()
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class of the module, for a forward that asks isinstance()."""
         return type(self._target[1].owner)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the submodule."""
+        name, placeholder, host = self._target
+        if "training" in self._written:
+            return bool(self._written["training"])
+        local_module = None if host.run is None else host.run.local_module(name)
+        return bool(host.mode_of(placeholder.owner) if local_module is None else local_module.training)
+
+    @training.setter
+    def training(self, is_training: bool) -> None:
+        """Ignore the mode that nn.Module's constructor sets; a forward sets it as any attribute."""
+
+    @property
+    def _modules(self) -> dict[str, Any]:
+        """Stand-ins of the submodules, made where a forward looks at them."""
+        name, placeholder, host = self._target
+        owners = dict(placeholder.owner.named_children())
+        for child_name, module in placeholder.module.named_children():
+            if child_name not in self._nested:
+                full_name = f"{name}.{child_name}"
+                self._nested[child_name] = StandIn(full_name, Placeholder(full_name, owners[child_name], module), host)
+        nested: dict[str, Any] = self._nested
+        return nested
+
+    @_modules.setter
+    def _modules(self, modules: dict[str, Any]) -> None:
+        """Ignore the dict that nn.Module's constructor makes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the run for what a call returns, hooks included."""
@@ -64,60 +111,76 @@ class StandIn(nn.Module):
         """Ask the run for what the module's forward alone returns."""
         return self._call_method(FORWARD, *args, **kwargs)
 
+    def __getattribute__(self, name: str) -> Any:
+        """Return what the forward has set, if it has."""
+        written = object.__getattribute__(self, "_written") if not name.startswith("_") else {}
+        if name in written:
+            if written[name] is DELETED:
+                raise AttributeError(f"{name!r} was deleted")
+            return written[name]
+        return super().__getattribute__(name)
+
     def __getattr__(self, name: str) -> Any:
-        module_name, placeholder, current_run = self._target
-        if name in self._written:
-            return self._written[name]
-        run: Run | None = current_run()
+        module_name, placeholder, host = self._target
+        if name in self._written:  # deleted, though its owner has it
+            raise AttributeError(f"{name!r} was deleted")
+        if name in self._modules:
+            return self._nested[name]
+        run: Run | None = host.run
         local_module = None if run is None else run.local_module(module_name)
         if local_module is not None and run is not None:
             value = getattr(local_module, name)
-            if not isinstance(value, Tensor | nn.Module):
+            if not isinstance(value, Tensor | nn.Module) and getattr(value, "__self__", None) is not local_module:
                 run.note_read(module_name, name)
             return value
-        shape_value = getattr(placeholder.module, name, None)
-        value = getattr(placeholder.owner, name) if shape_value is None else shape_value
-        if isinstance(value, nn.Module):
-            owner = getattr(placeholder.owner, name)
-            return StandIn(f"{module_name}.{name}", Placeholder(owner, value), current_run)
-        if run is None:
-            return value
-        if isinstance(value, Tensor):
-            return run.tensor_attribute(f"{module_name}.{name}", value)
-        if getattr(value, "__self__", None) is placeholder.module:
+        if not hasattr(placeholder.owner, name) and hasattr(placeholder.module, name):
+            raise PenstockError(CHANGES_OWN.format(module_name, name))
+        value = getattr(placeholder.owner, name)
+        if run is None or isinstance(value, Tensor):
+            return self._tensor(name, value)
+        if getattr(value, "__self__", None) is placeholder.owner:
             return partial(self._call_method, name)
         run.note_read(module_name, name)
-        return getattr(placeholder.owner, name)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._write(name, value)
-        self._written[name] = value
-        self.__dict__.pop(name, None)
 
     def __delattr__(self, name: str) -> None:
-        self._write(name, None)
-        self._written.pop(name, None)
+        self._write(name, DELETED)
+
+    def _tensor(self, name: str, value: Any) -> Any:
+        """Return a tensor of the submodule as a leaf; one that is no parameter or buffer may change with each call."""
+        module_name, placeholder, host = self._target
+        parameters, buffers = own_tensors_of(placeholder.module)
+        bare = parameters.get(name, buffers.get(name))
+        if host.run is None:
+            return value if bare is None else bare
+        if bare is None:
+            raise PenstockError(
+                f"the forward reads the tensor {name!r} of {module_name!r}, which is neither a parameter nor a buffer, "
+                "so that no other stage has it; let the submodule return it, or register it as a buffer"
+            )
+        return host.run.tensor_attribute(f"{module_name}.{name}", bare)
 
     def _write(self, name: str, value: Any) -> None:
-        module_name, _, current_run = self._target
-        run = current_run()
+        module_name, placeholder, host = self._target
+        run = host.run
         if run is None:
+            if name in ("training", "_modules") or isinstance(value, dict | set) or value is None:
+                object.__setattr__(self, name, value)  # what nn.Module's constructor sets
+                return
             raise PenstockError(f"an attribute {name!r} is set on the stand-in of {module_name!r} outside of a forward")
-        run.note_write(module_name, name, value)
-        local_module = run.local_module(module_name)
-        if local_module is not None and name in self._written and value is None:
-            delattr(local_module, name)
-        elif local_module is not None:
-            setattr(local_module, name, value)
+        run.write(module_name, name, value, placeholder)
+        self._written[name] = value
 
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        name, placeholder, current_run = self._target
-        run = current_run()
-        if run is None:
+        name, placeholder, host = self._target
+        if host.run is None:
             raise PenstockError(
                 f"the stand-in of {name!r} is called outside of a forward; call the layers of the pipeline"
             )
-        return run.call_method(name, method, args, kwargs, placeholder)
+        return host.run.call_method(name, method, args, kwargs, placeholder)
 
 
 def bare_parameter(tensor: Tensor) -> Tensor:

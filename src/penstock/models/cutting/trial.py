@@ -34,6 +34,8 @@ class Trial:
     is_training: bool
     modules: Mapping[str, nn.Module]
     """The submodules that parts run, by name."""
+    model_name: str
+    """The class of the model, for messages."""
     called_names: list[str] | None = None
     """The submodules that the forward has called; where this is a list, their order is free."""
     at_first_point: Callable[[], None] = lambda: None
@@ -84,6 +86,12 @@ class Trial:
         short = short_points(self._points, changed, self._written)
         return Routes(self._points, frozenset(changed), self._shapes, self._reads, short)
 
+    @property
+    def place(self) -> str:
+        """The code that runs now, for messages."""
+        place = f"behind {self._points[-1].name!r}" if self._points else "before its first point"
+        return f"in the forward of {self.model_name} {place}"
+
     # ---- what operators do
 
     def use_labels(self, labels: frozenset[str]) -> None:
@@ -126,16 +134,7 @@ class Trial:
         label = f"{name}#{self._num_calls[name]}"
         self._num_calls[name] += 1
         with self.labels.paused():
-            try:
-                output = placeholder.output(method, args, kwargs, is_training=self.is_training)
-            except Exception as error:
-                if name in self.positions and isinstance(first := next(iter((*args, *kwargs.values())), None), Tensor):
-                    # Most blocks return what is like their input; if this one does not, its stage refuses it.
-                    return self._labelled(name, label, without_values(first), ())
-                raise PenstockError(
-                    f"what {name!r} returns cannot be found without values ({type(error).__name__}: {error}); its "
-                    "shape must follow from the shapes of its inputs"
-                ) from error
+            output = placeholder.output(method, args, kwargs, is_training=self.is_training)
         return self._labelled(name, label, output, (args, kwargs))
 
     def local_module(self, name: str) -> nn.Module | None:
@@ -154,20 +153,23 @@ class Trial:
         """Note that the forward reads an attribute that is no tensor."""
         self._reads[name].add(attribute)
 
-    def note_write(self, name: str, attribute: str, value: Any) -> None:
-        """Note that the forward sets an attribute; the part of the submodule needs its leaves.
+    def write(self, name: str, attribute: str, value: Any, placeholder: Placeholder) -> None:
+        """Set an attribute; the part of the submodule needs its leaves.
 
         Raises:
             PenstockError: the part has run, and would see it one microbatch later, or never.
         """
-        own_segment = self.positions.get(name, -1) + 1
-        if self.segment > own_segment or name not in self.modules:
+        holder = next((point for point in self.modules if f"{name}.".startswith(f"{point}.")), name)
+        own_segment = self.positions.get(holder, -1) + 1
+        if self.segment > own_segment:
             raise PenstockError(
                 f"the forward sets {attribute!r} of {name!r} behind the code of its stage, which does not see it; keep "
                 "the value in a variable, or set it before the call"
             )
-        self._written.add(name)
+        self._written.add(holder)
         self._needs[own_segment] |= self.labels.labels_of(value)
+        with self.labels.paused():
+            placeholder.write(attribute, value)
 
     # ---- points
 
@@ -183,7 +185,8 @@ class Trial:
                     "once, so put a block that is shared into one submodule with what calls it"
                 )
             raise PenstockError(
-                f"the forward calls {name!r} where {expected!r} was expected; {POINT_ORDER}. {LEFT_OUT}"
+                f"the forward calls {name!r} where {expected!r} was expected, which it leaves out or calls later; "
+                f"{POINT_ORDER}. {LEFT_OUT}"
             )
         first, further_args, further_kwargs = first_argument(args, kwargs, placeholder.owner)
         input_form, argument_form = form_of(first, self.labels), form_of((further_args, further_kwargs), self.labels)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -75,8 +76,9 @@ class Trials:
     def called_names(self, part_call: PartCall) -> list[str]:
         """Return the submodules in the order in which the forward calls them, which may be any."""
         frame = self.frame(part_call.device({}))
+        trial = self._new_trial(frame, part_call)
         names: list[str] = []
-        trial = Trial(self.template.positions, frame.device, part_call.is_training, self.template.modules, names)
+        trial.called_names = names
         with frame.running(trial, trial.labels, {}, is_training=part_call.is_training) as model:
             trial.add_saved_tensors(frame.saved_tensors())
             self._entry.call(model, replace(part_call, run=trial))
@@ -136,10 +138,10 @@ class Trials:
     ) -> tuple[Routes, dict[str, Any]]:
         """Run the forward without values; return its routes, and the attributes that it leaves changed, by name."""
         frame.put_values({name: copied(value) for name, value in earlier_state.items()})
-        trial = Trial(self.template.positions, frame.device, part_call.is_training, self.template.modules)
+        trial = self._new_trial(frame, part_call)
         batch_tensors = list(tensors_in((part_call.inputs, dict(part_call.keywords))))
         batch_versions = list(map(version_of, batch_tensors))
-        python_state = random.getstate()
+        python_state = _drawn_outside()
         buffers: dict[str, Any] = {}
         trial.at_first_point = lambda: buffers.update(frame.buffer_state())
         with (
@@ -159,15 +161,20 @@ class Trials:
             )
         if list(map(version_of, batch_tensors)) != batch_versions:
             raise PenstockError(
-                "the forward changes an argument of the batch in place, and each stage would change it again; let it "
-                "change a clone()"
+                f"the forward of {self.template.name} changes an argument of the batch in place, and "
+                "each stage would change it again; let it change a clone()"
             )
-        if random.getstate() != python_state or (has_drawn and not trial.has_draws):
+        if _drawn_outside() != python_state or (has_drawn and not trial.has_draws):
             raise PenstockError(
-                "the forward draws random numbers between its submodules by Python's random, or by an operator that is "
-                "not followed, so that each stage would draw others; draw by torch, as torch.rand does"
+                f"the forward of {self.template.name} draws random numbers between its submodules by Python's or "
+                "NumPy's random, or by an operator that is not followed, as for a layer drop, so that each stage would "
+                "draw others; draw by torch, as torch.rand does"
             )
         return routes, {name: copied(frame.value(name)) for name in frame.changed_names()}
+
+    def _new_trial(self, frame: Frame, part_call: PartCall) -> Trial:
+        template = self.template
+        return Trial(template.positions, frame.device, part_call.is_training, template.modules, template.name)
 
     def _call(self, model: nn.Module, part_call: PartCall) -> Any:
         try:
@@ -179,6 +186,12 @@ class Trials:
                 f"the forward fails where it runs without what its submodules compute: {type(error).__name__}: "
                 f"{error}. What it computes around its submodules must not depend on values; put it into one of them"
             ) from error
+
+
+def _drawn_outside() -> Any:
+    """Return the states of the generators of Python and NumPy."""
+    state = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), state["pos"], state["key"].tobytes()
 
 
 def _kind_of(tensor: Tensor) -> Any:
