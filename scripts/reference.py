@@ -37,6 +37,8 @@ GROUPS = {
             "Pipeline",
             "cut",
             "from_transformers",
+            "verify",
+            "VerifyReport",
             "LayerSpec",
             "Skip",
             "Carry",
