@@ -46,6 +46,8 @@ class RankLayers:
     """The layers that one rank is given, and the unsplit model's names of what they hold."""
 
     layers: Sequence[Layer]
+    model: nn.Module | None = None
+    """The model that the layers were cut from, which keeps the ids in use."""
     module_names: Mapping[int, str] = field(default_factory=dict)
     """By id of the module."""
     parameter_names: Mapping[int, str] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class RankLayers:
         """Name what layers share with a model."""
         return cls(
             layers,
+            model,
             {id(module): name for name, module in model.named_modules()},
             {id(parameter): name for name, parameter in model.named_parameters()},
         )
@@ -70,6 +73,8 @@ def layers_of_rank(model: nn.Module, points_or_layers: Sequence[Any]) -> RankLay
     if is_points(points_or_layers):
         own_model = copied(model)
         return RankLayers.of(own_model, cut(own_model, points_or_layers))
+    if not any(isinstance(item, nn.Module) for item in points_or_layers):
+        return RankLayers(points_or_layers)  # recipes, of which each rank builds its own
     # Copied together, layers share with the copy of the model what they shared with the model.
     own_model, own_layers = copied((model, points_or_layers))
     return RankLayers.of(own_model, own_layers)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from penstock.errors import PenstockError, count_of
+from penstock.errors import PenstockError
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
 
@@ -68,6 +68,11 @@ class VerifyReport:
         """Whether the pipeline ran, and everything is the same but for rounding."""
         return not self.differences and not self.refusal
 
+    @property
+    def largest_error(self) -> float:
+        """The largest finite difference, as a share of the largest value of its kind."""
+        return max((row.error for row in self.comparisons if isfinite(row.error)), default=0.0)
+
     def text(self, screen: Screen = NO_SCREEN) -> str:
         """Return the table of what was compared, notes, and the conclusion."""
         columns = [
@@ -97,8 +102,7 @@ class VerifyReport:
         if self.refusal:
             return f"refused: {self.refusal}"
         if not self.differences:
-            largest = max((row.error for row in self.comparisons if isfinite(row.error)), default=0.0)
-            return f"right: no difference is larger than {largest:.2g} of the largest of its kind"
+            return f"right: no difference is larger than {self.largest_error:.2g} of the largest of its kind"
         num_by_kind = Counter(difference.kind for difference in self.differences)
-        counts = " and ".join(count_of(number, kind) for kind, number in num_by_kind.items())
-        return f"wrong: {self.differences[0]}. In all, {counts} differ"
+        counts = ", ".join(f"{kind} {number}" for kind, number in num_by_kind.items())
+        return f"wrong: {self.differences[0]}. Tensors that differ: {counts}"
