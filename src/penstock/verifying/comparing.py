@@ -19,24 +19,37 @@ def compare(
     """Compare what was observed of the unsplit model with what each rank observed of its part."""
     comparisons: dict[tuple[str, str], Comparison] = {}
     differences = []
-    start = whole[0].tensors
     for index, observation in enumerate(whole):
-        for kind, tensors in observation.tensors.items():
-            of_ranks = [rank[index].tensors.get(kind, {}) for rank in ranks]
-            largest = max((largest_of(tensor) for tensor in tensors.values() if tensor is not None), default=0.0)
-            errors: dict[str, float] = {}
-            for name, error, problem in _errors(kind, tensors, of_ranks, start.get(kind, {}), largest):
-                errors[name] = max(error, errors.get(name, 0.0))
-                if error > tolerance:
-                    owner = "" if kind in (OUTPUT, LOSS) else name.rpartition(".")[0]
-                    difference = Difference(observation.mode, observation.batch, kind, name, owner, error, problem)
-                    differences.append(difference)
+        for kind in observation.tensors:
+            start = whole[0].tensors.get(kind, {})
+            errors = _worst_errors(kind, observation, [rank[index] for rank in ranks], start)
             key = observation.mode, kind
             earlier = comparisons.get(key, Comparison(*key, 0, 0.0))
-            worst = max(errors.values(), default=0.0)
+            worst = max((error for error, _ in errors.values()), default=0.0)
             comparisons[key] = Comparison(*key, earlier.num_tensors + len(errors), max(earlier.error, worst))
-    unique = {(each.mode, each.batch, each.kind, each.name): each for each in reversed(differences)}
-    return list(comparisons.values()), list(reversed(unique.values()))
+            differences += [
+                Difference(observation.mode, observation.batch, kind, name, _owner(kind, name), error, problem)
+                for name, (error, problem) in errors.items()
+                if error > tolerance
+            ]
+    return list(comparisons.values()), differences
+
+
+def _owner(kind: str, name: str) -> str:
+    """Return the module that a tensor belongs to; empty for outputs and losses."""
+    return "" if kind in (OUTPUT, LOSS) else name.rpartition(".")[0]
+
+
+def _worst_errors(
+    kind: str, whole: Observation, ranks: Sequence[Observation], start: TensorsByName
+) -> dict[str, tuple[float, str]]:
+    """Return the largest error of each tensor of a kind, over the ranks, and what is wrong, if that is no number."""
+    tensors = whole.tensors.get(kind, {})
+    largest = max((largest_of(tensor) for tensor in tensors.values() if tensor is not None), default=0.0)
+    errors: dict[str, tuple[float, str]] = {}
+    for name, error, problem in _errors(kind, tensors, [rank.tensors.get(kind, {}) for rank in ranks], start, largest):
+        errors[name] = max((error, problem), errors.get(name, (0.0, "")))
+    return errors
 
 
 def _errors(

@@ -163,7 +163,7 @@ class PartsRun:
         if self.sets_training:
             pipeline.train()
         if log is not None:
-            log.watch(_named_modules(pipeline, given))
+            log.watch((name, module) for name, module in _named_modules(pipeline, given) if name)
         parameters = {
             given.parameter_names.get(id(parameter), self.first_names.get(name, name)): parameter
             for name, parameter in pipeline.named_parameters()
@@ -172,8 +172,8 @@ class PartsRun:
         for number, batch in enumerate(batches):
             for mode in modes:
                 call = {EVALUATION: pipeline.evaluate, TRAINING: pipeline.step}[mode]
-                for parameter in parameters.values():
-                    parameter.grad = None
+                for module in modules:
+                    module.zero_grad()
                 result = call(*batch.args, target=batch.target, return_outputs=True, **batch.kwargs)
                 tensors: dict[str, Mapping[str, Tensor | None]] = {LOSS: named_losses(result.loss, result.losses)}
                 if result.outputs is not None:
@@ -187,23 +187,20 @@ class PartsRun:
 
 
 def _named_modules(pipeline: Pipeline, given: RankLayers) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a rank's layers by the unsplit model's names; of layers built here, by those of layers."""
-    for stage in pipeline.stages:
-        for layer, holder in stage.layers.items():
-            for local_name, module in holder.named_modules():
-                name = given.module_names.get(id(module))
-                if name is None and (module is not holder or not getattr(holder, "has_full_names", False)):
-                    name = full_name(layer, holder, local_name).rstrip(".")
-                if name is not None:
-                    yield name, module
+    """Yield the modules of a rank's layers by the unsplit model's names; of layers built here, by those of layers.
+
+    A part of a cut model has no name in the model, but its tensors have; its own name is empty.
+    """
+    layers = [item for stage in pipeline.stages for item in stage.layers.items()]
+    for (layer, holder), (local_name, module) in ((item, each) for item in layers for each in item[1].named_modules()):
+        yield given.module_names.get(id(module), full_name(layer, holder, local_name).rstrip(".")), module
 
 
 def _buffers(pipeline: Pipeline, given: RankLayers) -> dict[str, Tensor | None]:
-    buffers: dict[str, Tensor | None] = {}
-    for stage in pipeline.stages:
-        for layer, holder in stage.layers.items():
-            for local_name, module in holder.named_modules():
-                owner = given.module_names.get(id(module), full_name(layer, holder, local_name)).strip(".")
-                for name, buffer in module.named_buffers(recurse=False):
-                    buffers[f"{owner}.{name}" if owner else name] = buffer
-    return kept(buffers)
+    return kept(
+        {
+            f"{owner}.{name}" if owner else name: buffer
+            for owner, module in _named_modules(pipeline, given)
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+    )
