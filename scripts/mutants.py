@@ -237,9 +237,8 @@ def run(mutants: Sequence[Mutant], output: Path, command: str = "") -> None:
             print(f"    {verdict}  ({time.monotonic() - begin_s:.0f} s)", flush=True)
     missed = sum(each["caught_by"] == "not caught" for each in found)
     slow = sum(each["caught_by"].startswith(ONLY_ALL) for each in found)
-    print(
-        f"{len(found)} mutants: {len(found) - missed} caught, {slow} of them by make test-all alone; {missed} not caught; written to {output}"
-    )
+    caught = f"{len(found) - missed} caught, {slow} of them by make test-all alone"
+    print(f"{len(found)} mutants: {caught}; {missed} not caught; written to {output}")
 
 
 def main() -> None:

@@ -184,12 +184,8 @@ class _Comparison:
                 comparisons, differences = compare(observations, rank_observations, allowed)
                 if differences:
                     differences = self._located(differences, run, num_ranks, modes, allowed)
-            except PenstockError as error:
-                return replace(report, refusal=str(error))
-            except Exception as error:  # a fault of the parts, which the unsplit model does not have
-                return replace(
-                    report, refusal=f"the parts fail, and the model does not: {type(error).__name__}: {error}"
-                )
+            except Exception as error:
+                return replace(report, refusal=_words_of(error))
             return replace(report, comparisons=tuple(comparisons), differences=tuple(differences))
 
     def _num_ranks(self, ranks: int | None, num_layers: int) -> int:
@@ -272,6 +268,13 @@ class _Comparison:
 
         groups = itertools.groupby(located, key=lambda difference: (difference.mode, difference.batch, difference.kind))
         return [difference for _, group in groups for difference in sorted(group, key=place)]
+
+
+def _words_of(error: Exception) -> str:
+    """Return the words of a refusal; of another failure, that the unsplit model does not have it."""
+    words = str(error).partition("\n\n")[0] if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+    cause = error.__cause__ or error
+    return words if isinstance(cause, PenstockError) else f"the parts fail, and the model does not: {words}"
 
 
 def _are_modules(layers: Sequence[Any]) -> bool:
