@@ -38,7 +38,6 @@ GROUPS = {
             "cut",
             "from_transformers",
             "verify",
-            "VerifyReport",
             "LayerSpec",
             "Skip",
             "Carry",

@@ -18,6 +18,8 @@ class Case:
     make: Any
     points: tuple[str, ...]
     keywords: tuple[str, ...] = ()
+    may_be_refused: bool = False
+    """Whether a cut need not run it; what it must not be is wrong."""
 
     def model(self, seed=0):
         with torch.random.fork_rng(devices=[]):
@@ -263,6 +265,79 @@ class Positioned(Plain):
         return self.head(self.norm(hidden))
 
 
+class Deciding(Plain):
+    """The value of a block decides what runs."""
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden = hidden * 2 if hidden.mean() > 0 else hidden - 1
+        return self.head(self.norm(hidden))
+
+
+class Counter(Plain):
+    """A buffer of the model itself counts forwards, and scales the output by them."""
+
+    persistent = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=self.persistent)
+
+    def forward(self, tokens):
+        self.count += 1
+        return super().forward(tokens) * self.count
+
+
+class SavedCounter(Counter):
+    """The same in a saved buffer."""
+
+    persistent = True
+
+
+class LateCounter(SavedCounter):
+    """The same behind the blocks, where the buffer is replaced."""
+
+    def forward(self, tokens):
+        output = Plain.forward(self, tokens)
+        self.count = self.count + output.detach().mean()
+        return output
+
+
+class LateParameter(Plain):
+    """A parameter of the model itself is used behind the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()) * 2)
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
+class Noting(Plain):
+    """An attribute holds a sum over blocks, which the output has."""
+
+    def forward(self, tokens):
+        hidden, self.total = self.embedding(tokens), 0.0
+        for block in self.blocks:
+            hidden = block(hidden)
+            self.total = self.total + hidden.square().mean()
+        return self.head(self.norm(hidden)) + self.total
+
+
+class Scalars(Plain):
+    """Numbers and whole numbers of a block go around the next one."""
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            largest = hidden.argmax(-1, keepdim=True)
+            hidden = block(hidden) + largest * 0.01
+        return self.head(self.norm(hidden))
+
+
 BLOCKS = ("blocks.*",)
 CASES = {
     "plain": Case(Plain, BLOCKS),
@@ -278,5 +353,12 @@ CASES = {
     "long_skips": Case(LongSkips, BLOCKS),
     "positioned": Case(Positioned, BLOCKS),
     "translator": Case(Translator, ("encoder.*", "words", "decoder.*")),
+    "deciding": Case(Deciding, BLOCKS, may_be_refused=True),
+    "counter": Case(Counter, BLOCKS, may_be_refused=True),
+    "saved_counter": Case(SavedCounter, BLOCKS, may_be_refused=True),
+    "late_counter": Case(LateCounter, BLOCKS, may_be_refused=True),
+    "late_parameter": Case(LateParameter, BLOCKS, may_be_refused=True),
+    "noting": Case(Noting, BLOCKS, may_be_refused=True),
+    "scalars": Case(Scalars, BLOCKS, may_be_refused=True),
 }
-"""All models by name. A mechanism may refuse some of them."""
+"""All models by name."""

@@ -38,6 +38,7 @@ MIN_BATCHES = 2
 DEFAULT_RANKS = 2
 MODES = (EVALUATION, TRAINING)
 DROPOUT_OFF = "dropout is off: the model draws, and a pipeline draws in another order"
+FAILED = "the parts fail, and the model does not"
 NO_TRAINING = "training is not compared: the model draws random numbers, and not in dropout alone"
 
 
@@ -68,6 +69,10 @@ def verify(
     `tolerance` is the largest difference that counts as rounding, as a share of the largest value of its kind. By
     default it is 1e-12 in float64, 1e-5 in float32, and more in less precise types, so that `model.double()` shows
     most.
+
+    The report's text is a table, notes, and a last line: right, wrong with the first tensor that differs, or refused.
+    `report.is_right` says whether all is right, `report.differences` lists what differs, the first one first, and
+    `report.raise_if_wrong()` raises a `PenstockError` with the last line.
 
     Raises:
         ConfigError: there is no batch, or one does not fit; the model is on the meta device, or on several, or cannot
@@ -274,7 +279,7 @@ def _words_of(error: Exception) -> str:
     """Return the words of a refusal; of another failure, that the unsplit model does not have it."""
     words = str(error).partition("\n\n")[0] if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
     cause = error.__cause__ or error
-    return words if isinstance(cause, PenstockError) else f"the parts fail, and the model does not: {words}"
+    return words if isinstance(cause, PenstockError) else f"{FAILED}: {words}"
 
 
 def _are_modules(layers: Sequence[Any]) -> bool:
