@@ -2,10 +2,19 @@
 
 import random
 
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from penstock.verifying.draws import has_drawn, own_generators, probabilities, seed_generators, without_dropout
+from penstock.verifying.draws import (
+    functions_without_dropout,
+    has_drawn,
+    own_generators,
+    probabilities,
+    seed_generators,
+    without_dropout,
+)
 
 CPU = torch.device("cpu")
 
@@ -33,12 +42,37 @@ def test_probabilities_are_those_of_dropout_alone():
 def test_probabilities_come_back():
     model = Attention()
 
-    with without_dropout([model], is_on=True):
+    with without_dropout([model]):
         assert (model.attention_dropout, model.inner.p) == (0.0, 0.0)
-    with without_dropout([model], is_on=False):
-        assert model.attention_dropout == 0.3
 
     assert (model.attention_dropout, model.p, model.inner.p) == (0.3, 0.7, 0.1)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        nn.Dropout(0.5),
+        nn.AlphaDropout(0.5),
+        lambda features: F.dropout(input=features, p=0.5),
+        lambda features: F.dropout1d(features, 0.5),
+    ],
+)
+def test_functions_drop_nothing_within_the_block(drop):
+    features = torch.rand(2, 3, 4)
+
+    with functions_without_dropout(is_on=True):
+        assert torch.equal(drop(features), features)
+    with functions_without_dropout(is_on=False):
+        assert not torch.equal(drop(features), features)
+
+
+def test_attention_drops_nothing_by_position_or_name():
+    query = torch.rand(1, 1, 8, 4)
+    attend = F.scaled_dot_product_attention
+
+    with functions_without_dropout(is_on=True):
+        assert torch.equal(attend(query, query, query, None, 0.5), attend(query, query, query))
+        assert torch.equal(attend(query, query, query, dropout_p=0.5), attend(query, query, query))
 
 
 def test_generators_are_as_they_were():

@@ -1,19 +1,45 @@
 """Random draws of a model's forward: two orders of one generator cannot be compared, so dropout is set to 0.
 
-A number is one of dropout if it is called `p` in a module whose class says dropout or drop, or if its own name has
-"drop" in it, as `attention_dropout` and `drop_path` have.
+Functions of torch that drop out do nothing. Others, such as a `drop_path`, go by numbers of their modules: one called
+`p` in a class whose name says drop, or one with "drop" in its own name.
 """
 
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from penstock.execute.accelerator import is_queued
 
 PROBABILITY, DROP = "p", "drop"
+DROPOUTS = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+)
+ATTENTION, DROPOUT_PLACE, DROPOUT_NAME = F.scaled_dot_product_attention, 4, "dropout_p"
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """In the thread that enters it, functions that drop out return their input, and attention drops nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = dict(kwargs or {})
+        if func in DROPOUTS:
+            return args[0] if args else keywords["input"]
+        if func is ATTENTION and DROPOUT_NAME in keywords:
+            keywords[DROPOUT_NAME] = 0.0
+        if func is ATTENTION and len(args) > DROPOUT_PLACE:
+            args = (*args[:DROPOUT_PLACE], 0.0, *args[DROPOUT_PLACE + 1 :])
+        return func(*args, **keywords)
+
+
+def functions_without_dropout(*, is_on: bool) -> AbstractContextManager[Any]:
+    """Have the functions of torch drop nothing in this thread, within the block, if `is_on`."""
+    return _WithoutDropout() if is_on else nullcontext()
 
 
 def probabilities(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, float]]:
@@ -35,9 +61,9 @@ def set_to_zero(roots: Iterable[nn.Module]) -> list[tuple[nn.Module, str, float]
 
 
 @contextmanager
-def without_dropout(roots: Iterable[nn.Module], *, is_on: bool) -> Iterator[None]:
-    """Have dropout off within the block, if `is_on`; the probabilities come back after it."""
-    changed = set_to_zero(roots) if is_on else []
+def without_dropout(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Have the dropout probabilities of modules at 0 within the block; they come back after it."""
+    changed = set_to_zero(roots)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from penstock.models import cut
 from penstock.pipeline import Pipeline
 from penstock.planning import ScheduleLike
 from penstock.verifying.calls import CallLog
-from penstock.verifying.draws import set_to_zero
+from penstock.verifying.draws import functions_without_dropout, set_to_zero
 from penstock.verifying.observation import (
     BUFFER,
     EVALUATION,
@@ -148,7 +148,7 @@ class PartsRun:
                 allow_ragged=True,
                 deadline_s=DEADLINE_S,
             )
-            with closing(pipeline):
+            with closing(pipeline), functions_without_dropout(is_on=self.is_silent):
                 return self._observe(pipeline, given, batches, modes, log)
         except BaseException:
             transport.abort()  # the other ranks must not wait for this one

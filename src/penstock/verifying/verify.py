@@ -26,7 +26,13 @@ from penstock.planning import ScheduleLike
 from penstock.verifying.batches import NO_TARGET, default_loss, read_batches
 from penstock.verifying.calls import CallLog
 from penstock.verifying.comparing import compare, tolerance_of
-from penstock.verifying.draws import has_drawn, own_generators, seed_generators, without_dropout
+from penstock.verifying.draws import (
+    functions_without_dropout,
+    has_drawn,
+    own_generators,
+    seed_generators,
+    without_dropout,
+)
 from penstock.verifying.observation import EVALUATION, GRADIENT, LOSS, OUTPUT, TRAINING, Observation
 from penstock.verifying.parts import PartsRun, copied, is_points, layers_of_rank
 from penstock.verifying.report import Difference, VerifyReport
@@ -215,7 +221,8 @@ class _Comparison:
         attempts = ((MODES, False), (MODES, True), ((EVALUATION,), True))
         for modes, is_silent in attempts:
             if is_silent and modes == MODES:
-                stack.enter_context(without_dropout(roots, is_on=True))
+                stack.enter_context(without_dropout(roots))
+                stack.enter_context(functions_without_dropout(is_on=True))
             observations, draws = self._observe_whole(modes)
             if not draws:
                 break
