@@ -128,6 +128,7 @@ def write_run(folder, **model):
     (folder / "run.toml").write_text(tomlkit.dumps(table))
 
 
+@pytest.mark.slow
 def test_a_run_file_of_a_model_of_transformers(verified, tmp_path):
     pytest.importorskip("transformers")
     runpy.run_path(str(ROOT / "examples" / "llama" / "make_tiny.py"))["write"](tmp_path / "tiny")

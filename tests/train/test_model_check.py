@@ -66,6 +66,7 @@ def test_the_model_of_a_run_is_verified_on_a_small_part_of_a_batch(config):
     assert line_of(config()).startswith("verified: the layers compute what the whole model does, within ")
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_is_verified_and_one_that_goes_on_is_not(folder, tmp_path):
     table = tiny_table(tmp_path / "run", folder / "text.txt", run={"steps": 1}, checkpoint={"every": 1})
     table["model"] = {"transformers": str(folder / "tiny")}

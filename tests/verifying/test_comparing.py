@@ -55,6 +55,8 @@ def test_the_worst_rank_counts():
 def test_a_buffer_that_nobody_has_matters_only_where_the_model_changes_it():
     assert compared(BUFFER, {"a.b": ONE}, {}, start={"a.b": ONE}) == []
     assert compared(BUFFER, {"a.b": ONE}, {}, start={"a.b": 2 * ONE}) == [("a.b", inf, "no rank has the buffer")]
+    assert compared(BUFFER, {"unsaved": ONE}, {}) == []
+    assert compared(BUFFER, {"unsaved": ONE}, {"unsaved": 2 * ONE}) == [("unsaved", 1.0, "")]
     assert compared(BUFFER, {}, {"own": ONE}) == []
 
 

@@ -60,8 +60,8 @@ def _errors(
         holders = [held[name] for held in of_ranks if name in held]
         for value in holders:
             yield name, *_error_of(value, tensor, largest)
-        if not holders and kind == BUFFER and _is_same(start.get(name), tensor):
-            continue  # nobody needs a copy of what nobody changes
+        if not holders and kind == BUFFER and (name not in start or _is_same(start[name], tensor)):
+            continue  # nobody need hold a buffer that is not saved, or that nobody changes
         if not holders:
             yield name, inf, f"no rank has the {kind}"
     for held in of_ranks:

@@ -58,7 +58,7 @@ def verify(
     microbatches: int | None = None,
     tolerance: float | None = None,
 ) -> VerifyReport:
-    """Compare a model with its parts: outputs, losses, every gradient and every saved buffer, in both modes.
+    """Compare a model with its parts: outputs, losses, every gradient and every buffer, in both modes.
 
         report = ps.verify(model, ["blocks.*"], {"tokens": tokens, "target": labels}, loss=loss)
         print(report)

@@ -55,7 +55,9 @@ class WholeModel:
 
     def run(self, batches: Sequence[Part], modes: Sequence[str]) -> list[Observation]:
         """Run all batches in these modes, and return what was there before and after each."""
-        start = {PARAMETER: kept(dict(self.model.named_parameters())), BUFFER: self._buffers()}
+        # Buffers that are not saved may have a copy on each rank, so nobody need hold them.
+        saved_buffers = {name: buffer for name, buffer in self._buffers().items() if name in self._saved_names}
+        start = {PARAMETER: kept(dict(self.model.named_parameters())), BUFFER: saved_buffers}
         observations = [Observation(START, 0, start)]
         for number, batch in enumerate(batches):
             microbatches = self._rule.microbatches(batch.args, batch.kwargs, batch.target)
@@ -132,8 +134,7 @@ class WholeModel:
         return {name: name_by_id[id(parameter)] for name, parameter in named_parameters}
 
     def _buffers(self) -> dict[str, Tensor | None]:
-        """Return the buffers that are saved; others are made anew, or belong to one forward."""
-        return kept({name: buffer for name, buffer in self.model.named_buffers() if name in self._saved_names})
+        return kept(dict(self.model.named_buffers()))
 
 
 def _trained(loss: Tensor, losses_by_name: Any, shares: LossShares, index: int) -> Tensor:
