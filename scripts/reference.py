@@ -37,6 +37,7 @@ GROUPS = {
             "Pipeline",
             "cut",
             "from_transformers",
+            "verify",
             "LayerSpec",
             "Skip",
             "Carry",

@@ -123,6 +123,24 @@ def test_the_generation_config_is_that_of_the_folder(tmp_path):
     assert sources.on_meta(tmp_path, tmp_path).generation_config.max_new_tokens is None
 
 
+def test_a_whole_model_has_the_values_of_its_folder(tmp_path, capfd):
+    saved = saved_model("llama", tmp_path)
+
+    whole = sources.with_values(tmp_path, torch.float64)
+
+    assert all(torch.equal(value, saved.state[name].double()) for name, value in whole.state_dict().items())
+    assert "Loading" not in capfd.readouterr().err
+    assert transformers.logging.is_progress_bar_enabled()
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    saved_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+
+    with pytest.raises(ConfigError, match="transformers cannot load the model"):
+        sources.with_values(tmp_path)
+
+
 @pytest.mark.parametrize(
     "config", ["{", "{}", json.dumps({"model_type": "none"}), json.dumps({"model_type": "clip_vision_model"})]
 )

@@ -183,3 +183,18 @@ def _refuse_encoder_or_quantized(config: Any, where: str) -> None:
             "it was made from",
             key=KEY,
         )
+
+
+def with_values(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
+    """Return the whole model of a folder with its weights, as transformers makes it. Raises: ConfigError."""
+    library = transformers()
+    settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    has_bar = library.logging.is_progress_bar_enabled()
+    library.logging.disable_progress_bar()
+    try:
+        return library.AutoModelForCausalLM.from_pretrained(folder_of(folder), dtype=dtype or "auto", **settings)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: transformers cannot load the model: {error}", key=KEY) from error
+    finally:
+        if has_bar:
+            library.logging.enable_progress_bar()

@@ -50,9 +50,8 @@ READS = {
 class Watch(Protocol):
     """A run of the forward that is told what its operators do."""
 
-    @property
-    def place(self) -> str:
-        """The code that runs now, for messages."""
+    place: str
+    """The code that runs now, for messages."""
 
     def use_labels(self, labels: frozenset[str]) -> None:
         """Note that an operator has computed from leaves of these labels."""

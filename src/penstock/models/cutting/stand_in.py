@@ -137,42 +137,22 @@ class StandIn(nn.Module):
             raise PenstockError(CHANGES_OWN.format(module_name, name))
         value = getattr(placeholder.owner, name)
         if run is None or isinstance(value, Tensor):
-            return self._tensor(name, value)
+            return _tensor_attribute(f"{module_name}.{name}", value, placeholder, run)
         if getattr(value, "__self__", None) is placeholder.owner:
             return partial(self._call_method, name)
         run.note_read(module_name, name)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._write(name, value)
+        """Set an attribute as the forward does; it is read again until the run ends."""
+        module_name, placeholder, host = self._target
+        if host.run is None:
+            raise PenstockError(f"an attribute {name!r} is set on the stand-in of {module_name!r} outside of a forward")
+        host.run.write(module_name, name, value, placeholder)
+        self._written[name] = value
 
     def __delattr__(self, name: str) -> None:
-        self._write(name, DELETED)
-
-    def _tensor(self, name: str, value: Any) -> Any:
-        """Return a tensor of the submodule as a leaf; one that is no parameter or buffer may change with each call."""
-        module_name, placeholder, host = self._target
-        parameters, buffers = own_tensors_of(placeholder.module)
-        bare = parameters.get(name, buffers.get(name))
-        if host.run is None:
-            return value if bare is None else bare
-        if bare is None:
-            raise PenstockError(
-                f"the forward reads the tensor {name!r} of {module_name!r}, which is neither a parameter nor a buffer, "
-                "so that no other stage has it; let the submodule return it, or register it as a buffer"
-            )
-        return host.run.tensor_attribute(f"{module_name}.{name}", bare)
-
-    def _write(self, name: str, value: Any) -> None:
-        module_name, placeholder, host = self._target
-        run = host.run
-        if run is None:
-            if name in ("training", "_modules") or isinstance(value, dict | set) or value is None:
-                object.__setattr__(self, name, value)  # what nn.Module's constructor sets
-                return
-            raise PenstockError(f"an attribute {name!r} is set on the stand-in of {module_name!r} outside of a forward")
-        run.write(module_name, name, value, placeholder)
-        self._written[name] = value
+        setattr(self, name, DELETED)
 
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         name, placeholder, host = self._target
@@ -181,6 +161,21 @@ class StandIn(nn.Module):
                 f"the stand-in of {name!r} is called outside of a forward; call the layers of the pipeline"
             )
         return host.run.call_method(name, method, args, kwargs, placeholder)
+
+
+def _tensor_attribute(full_name: str, value: Any, placeholder: Placeholder, run: Run | None) -> Any:
+    """Return a tensor of a submodule as a leaf; one that is no parameter or buffer may change with each call."""
+    module_name, _, name = full_name.rpartition(".")
+    parameters, buffers = own_tensors_of(placeholder.module)
+    bare = parameters.get(name, buffers.get(name))
+    if run is None:
+        return value if bare is None else bare
+    if bare is None:
+        raise PenstockError(
+            f"the forward reads the tensor {name!r} of {module_name!r}, which is neither a parameter nor a buffer, so "
+            "that no other stage has it; let the submodule return it, or register it as a buffer"
+        )
+    return run.tensor_attribute(full_name, bare)
 
 
 def bare_parameter(tensor: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""Verify small models, and end with status 1 where one is not as expected.
+
+python scripts/verify_models.py                                 all models of one's own, one from a file, and a Llama
+python scripts/verify_models.py --refused pairs,translator      these may be refused; none may be wrong
+
+With `scripts/mutants.py --under models/cutting --command`, it says which faults of the cut `ps.verify` finds: the last
+line names the first model that shows one, the tensor that differs, and its module.
+"""
+
+import sys
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+import penstock as ps  # noqa: E402
+from penstock.verifying.report import VerifyReport  # noqa: E402
+from penstock.verifying.verify import FAILED  # noqa: E402
+from tests.support.verified_models import CASES, Case, Plain  # noqa: E402
+
+LLAMA = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 12}
+
+
+def report_of_case(case: Case) -> VerifyReport:
+    """Verify a model of one's own."""
+    return ps.verify(case.model(), case.points, *case.batches())
+
+
+def report_from_file() -> VerifyReport:
+    """Verify a model whose layers have their values from a file."""
+    case = CASES["plain"]
+    model = case.model()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        save_file(model.state_dict(), path)
+        with torch.device("meta"):
+            bare = Plain().double()
+        return ps.verify(model, ps.cut(bare, case.points, weights=path), *case.batches())
+
+
+def report_of_llama() -> VerifyReport:
+    """Verify a model of transformers from its folder, with a padded batch."""
+    library = import_module("transformers")
+    tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1:, :2] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask, "target": tokens}
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        model = library.LlamaForCausalLM(library.LlamaConfig(**LLAMA))
+        model.save_pretrained(folder)
+        return ps.verify(model, ps.from_transformers(folder), batch)
+
+
+def all_reports() -> dict[str, Callable[[], VerifyReport]]:
+    """Return what verifies each model, by name."""
+    reports: dict[str, Callable[[], VerifyReport]] = {
+        name: lambda case=case: report_of_case(case) for name, case in CASES.items()
+    }
+    reports["from_file"] = report_from_file
+    if find_spec("transformers") is not None:
+        reports["llama"] = report_of_llama
+    return reports
+
+
+def verdict_of(make_report: Callable[[], VerifyReport]) -> tuple[str, str]:
+    """Return whether a model is right, wrong or refused, and the words of the report."""
+    try:
+        report = make_report()
+    except ps.PenstockError as error:
+        return "refused", str(error).partition("\n")[0]
+    except Exception as error:  # a mutant may fail anywhere
+        return "failed", f"{type(error).__name__}: {error}"
+    if report.is_right:
+        return "right", ""
+    if not report.refusal:
+        return "wrong", str(report.differences[0])
+    return "failed" if report.refusal.startswith(FAILED) else "refused", report.refusal.partition("\n")[0]
+
+
+def main() -> int:
+    """Verify all models; return the exit status."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--refused", default="", help="names of models that may be refused, with commas between them")
+    may_be_refused = {*parser.parse_args().refused.split(","), *(name for name in CASES if CASES[name].may_be_refused)}
+    faults = []
+    for name, make_report in all_reports().items():
+        verdict, words = verdict_of(make_report)
+        line = f"{name}: {verdict}{f': {words}' if words else ''}"
+        print(line, flush=True)
+        if verdict in ("wrong", "failed") or (verdict == "refused" and name not in may_be_refused):
+            faults.append(line)
+    if faults:
+        print(f"{len(faults)} models; {faults[0]}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
