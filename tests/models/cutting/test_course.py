@@ -5,17 +5,21 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.course import require_shapes
+from penstock.models.cutting.course import require_kinds
 from penstock.models.cutting.cut import cut
+from penstock.models.cutting.routes import Routes
 from tests.models.cutting.test_part import run
 
 ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
-def test_an_output_of_other_shapes_than_found_is_refused():
+def test_an_output_of_other_shapes_or_types_than_found_is_refused():
+    routes = Routes([], frozenset(), {"a#0": ((3,),)}, {"a#0.0": torch.float32}, {})
+    require_kinds("a#0", [torch.ones(3), 1], routes)
     with pytest.raises(PenstockError, match=r"'a' returns tensors of the shapes \[\(2,\)\]; expected \[\(3,\)\]"):
-        require_shapes("a", (torch.ones(2), None), ((3,),))
-    require_shapes("a", [torch.ones(2), 1], ((2,),))
+        require_kinds("a#0", (torch.ones(2), None), routes)
+    with pytest.raises(PenstockError, match=r"'a' returns torch.bfloat16 where .* found torch.float32"):
+        require_kinds("a#0", torch.ones(3, dtype=torch.bfloat16), routes)
 
 
 class Model(nn.Module):

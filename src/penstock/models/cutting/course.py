@@ -15,7 +15,7 @@ from penstock.models.cutting.part_leaves import PartLeaves
 from penstock.models.cutting.placeholders import DELETED, Placeholder, without_values
 from penstock.models.cutting.points import first_argument
 from penstock.models.cutting.routes import Routes
-from penstock.models.cutting.trees import items_in, map_tensors, tensors_in
+from penstock.models.cutting.trees import map_tensors, tensors_in
 
 
 class Stopped(BaseException):
@@ -114,7 +114,7 @@ class Course:
             self.require_values((args, kwargs), f"an argument of {name!r}")
             with self.labels.paused():
                 output = call_module(self.part_modules[name], name, method, args, kwargs, self.routes)
-            require_shapes(name, output, self.routes.shapes[label])
+            require_kinds(label, output, self.routes)
             self.leaves.keep_output(label, output)
             return output
         with self.labels.paused():
@@ -188,11 +188,23 @@ class Course:
         return bare
 
 
-def require_shapes(name: str, output: Any, expected_shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Refuse an output of other tensors than the run without values has found. Raises: PenstockError."""
-    shapes = tuple(tuple(item.shape) for item in items_in(output) if isinstance(item, Tensor))
+def require_kinds(label: str, output: Any, routes: Routes) -> None:
+    """Refuse what the call `label` of a submodule returns, if a run without values has found other shapes or types.
+
+    Raises:
+        PenstockError: it names the submodule.
+    """
+    tensors = list(tensors_in(output))
+    shapes, expected_shapes = tuple(tuple(tensor.shape) for tensor in tensors), routes.shapes[label]
     if shapes != expected_shapes:
         raise PenstockError(
-            f"{name!r} returns tensors of the shapes {list(shapes)}; expected {list(expected_shapes)}, as in a run "
-            "without values. What a submodule returns must have shapes that follow from those of its inputs"
+            f"{maker_of(label)!r} returns tensors of the shapes {list(shapes)}; expected {list(expected_shapes)}, as "
+            "in a run without values. What a submodule returns must have shapes that follow from those of its inputs"
         )
+    for index, tensor in enumerate(tensors):
+        expected_type = routes.types.get(f"{label}.{index}", tensor.dtype)
+        if tensor.dtype is not expected_type:
+            raise PenstockError(
+                f"{maker_of(label)!r} returns {tensor.dtype} where a run without values found {expected_type}, as "
+                "under autocast, and the forward around the points asks for its dtype; give the dtype there by name"
+            )

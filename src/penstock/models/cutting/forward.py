@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.course import Course, Stopped, require_shapes
+from penstock.models.cutting.course import Course, Stopped, require_kinds
 from penstock.models.cutting.entry import Entry, PartCall
 from penstock.models.cutting.frame import Frame, Template
 from penstock.models.cutting.local_calls import call_module
@@ -121,7 +121,7 @@ class CutForward:
         args, kwargs = point.arguments.fill(leaves)
         args, kwargs = point.with_first(value, args, kwargs)
         output = call_module(part_modules[point.name], point.name, CALL, args, kwargs, routes)
-        require_shapes(point.name, output, routes.shapes[f"{point.name}#0"])
+        require_kinds(f"{point.name}#0", output, routes)
         made = {label: item for label, item in zip(point.output_labels, tensors_in(output), strict=True) if label}
         leaves = leaves | made
         return _part_output(following.input.fill(leaves), {label: leaves[label] for label in following.carried})

@@ -22,6 +22,8 @@ class LabelTable:
         self._leaf_by_id: dict[int, tuple[Tensor, int, str]] = {}
         self.changed_labels: set[str] = set()
         """The labels of leaves that the forward changes in place."""
+        self.typed_labels: set[str] = set()
+        """The labels of leaves whose types the forward asks for, or takes for a constant."""
 
     def add_leaf(self, tensor: Tensor, label: str) -> None:
         """Label a tensor as a leaf."""

@@ -39,6 +39,11 @@ FORMS = {
     *("requires_grad_", "register_hook", "retain_grad", "has_names"),
 }
 """Functions that say or set what a tensor is besides its values."""
+PRODUCTS = {
+    *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"),
+    *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
+}
+"""Functions whose results have the type of autocast."""
 READS = {
     *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__", "item", "tolist"),
     *("numpy", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "masked_select", "unique"),
@@ -91,10 +96,12 @@ class Labels(LabelTable, TorchFunctionMode):
         if not labels:
             return func(*args, **kwargs)
         if name in FILLS:
+            self.typed_labels |= labels
             return func(*args, **{"device": self._device, **kwargs})
         if name == "get_device":
             return -1 if self._device.type == "cpu" else (self._device.index or 0)
         if name in LIKE_SECOND and len(args) == 2 and not self.labels_of(args[0]):
+            self.typed_labels |= labels
             return self._like_second(name, *args, **kwargs)
         if name in READS or (name == "__getitem__" and self._selects_by_values(args[1])):
             raise PenstockError(decides_by_value(name, labels, self._watch.place))
@@ -113,12 +120,20 @@ class Labels(LabelTable, TorchFunctionMode):
             if version_of(meta_by_id[id(tensor)]) != version:
                 is_used = True
                 self.note_change(tensor, labels)
+        output = self._as_autocast(getattr(func, "__name__", ""), output)
         for tensor in tensors_in(output):
             is_used = True
             self.add_labels(tensor, labels)
         if is_used:
             self._watch.use_labels(labels)
         return output
+
+    def _as_autocast(self, name: str, output: Any) -> Any:
+        """Return an output of the type that it has under autocast, which leaves the meta device alone."""
+        kind = self._device.type
+        if name not in PRODUCTS or not torch.is_autocast_enabled(kind):
+            return output
+        return output.to(torch.get_autocast_dtype(kind))
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if "device" in kwargs:  # the result goes nowhere: it is not there
@@ -182,6 +197,8 @@ class Labels(LabelTable, TorchFunctionMode):
                 return func(*args, **kwargs)
             return self._device if name == "device" else name != "is_meta"
         value = func(*args, **kwargs)
+        if name == "dtype":
+            self.typed_labels |= self.labels_of(args[0])
         if isinstance(value, Tensor) and (labels := self.labels_of(args[0])):
             self._watch.use_labels(labels)
             self.set_labels(value, labels)

@@ -21,12 +21,17 @@ def call_module(
             that the forward reads: other stages would not see that.
     """
     unchanged = UnchangedArguments(name, args, kwargs)
-    attributes = routes.reads.get(name, ())
-    values_before = [fingerprint(getattr(module, attribute, None)) for attribute in attributes]
+    attributes = [
+        (module.get_submodule(reader[len(name) + 1 :]), attribute)
+        for reader, attributes in routes.reads.items()
+        if f"{reader}.".startswith(f"{name}.")
+        for attribute in attributes
+    ]
+    values_before = [fingerprint(getattr(owner, attribute, None)) for owner, attribute in attributes]
     module_method = module if method == CALL else getattr(module, method)
     output = module_method(*args, **kwargs)
     unchanged.require(module_method)
-    for attribute, value_before in zip(attributes, values_before, strict=True):
-        if fingerprint(getattr(module, attribute, None)) != value_before:
+    for (owner, attribute), value_before in zip(attributes, values_before, strict=True):
+        if fingerprint(getattr(owner, attribute, None)) != value_before:
             raise PenstockError(CHANGES_OWN.format(name, attribute))
     return output

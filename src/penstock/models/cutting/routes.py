@@ -117,6 +117,8 @@ class Routes:
     """The labels of leaves that the forward changes in place."""
     shapes: Mapping[str, tuple[tuple[int, ...], ...]]
     """The shapes of the tensors that each call of a submodule returns."""
+    types: Mapping[str, torch.dtype]
+    """The types of leaves for which the forward asks, by label."""
     reads: Mapping[str, set[str]]
     """The attributes of submodules that the forward reads and that are no tensors."""
     short: frozenset[str] = field(default_factory=frozenset)

@@ -49,6 +49,7 @@ class Trial:
     _made_in: dict[str, int] = field(default_factory=dict)
     _num_calls: Counter[str] = field(default_factory=Counter)
     _shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    _types: dict[str, torch.dtype] = field(default_factory=dict)
     _reads: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     _written: set[str] = field(default_factory=set)
     _modes: tuple[Any, ...] = ()
@@ -87,7 +88,8 @@ class Trial:
         carry(self._points, self._needs, self._made_in, self.labels.changed_labels)
         changed = self.labels.changed_labels
         short = short_points(self._points, changed, self._written)
-        return Routes(self._points, frozenset(changed), self._shapes, self._reads, short)
+        types = {label: self._types[label] for label in self.labels.typed_labels if label in self._types}
+        return Routes(self._points, frozenset(changed), self._shapes, types, self._reads, short)
 
     # ---- what operators do
 
@@ -164,6 +166,7 @@ class Trial:
                 "the value in a variable, or set it before the call"
             )
         self._written.add(holder)
+        self._reads[name].add(attribute)  # as far as the next reading: the submodule itself must leave it alone
         self._needs[own_segment] |= self.labels.labels_of(value)
         with self.labels.paused():
             placeholder.write(attribute, value)
@@ -208,6 +211,7 @@ class Trial:
             if id(tensor) not in input_ids:
                 self.labels.add_leaf(tensor, f"{label}.{index}")
                 self._made_in[f"{label}.{index}"] = self.segment
+                self._types[f"{label}.{index}"] = tensor.dtype
         if name in self.positions:
             self._points[-1].output_labels = tuple(labels)
         return output
