@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 ROWS, LENGTH, LABELS, NUM_MICROBATCHES, LARGEST = 8, 7, 3, 4, 1e-6
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "gpt_neox")
-QUICK = ("llama", "gpt2")
+QUICK = ("llama",)
 WORDS = r"input_ids|pool|classif|Classification|ps\.cut|head"
 
 
@@ -86,8 +86,8 @@ def check(model, is_padded, target, num_ranks):
 CASES = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("is_padded", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", CASES)
 def test_a_classifier_pools_by_the_last_token_of_each_row_or_is_refused(family, is_padded, num_ranks):
     target = torch.arange(ROWS) % LABELS
@@ -95,8 +95,9 @@ def test_a_classifier_pools_by_the_last_token_of_each_row_or_is_refused(family, 
     check(model_of(family, "SequenceClassification"), is_padded, target, num_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_padded", [True, False])
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_classifier_of_tokens_is_right_or_refused(family, is_padded):
     target = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % LABELS
 

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 
-from tests.random_cut_models.running import judge
+from tests.random_cut_models.running import judge, shrink
 
 
 def main():
@@ -15,6 +15,7 @@ def main():
     parser.add_argument("--seeds", default="0..100", help="the first seed and the one behind the last: 0..100; or one")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--features", default="", help="names with commas, in place of those that a seed draws")
+    parser.add_argument("--shrink", action="store_true", help="show a wrong case with the fewest features")
     parser.add_argument("--refusals", action="store_true", help="print each refusal too")
     options = parser.parse_args()
     begin, _, end = options.seeds.partition("..")
@@ -22,6 +23,8 @@ def main():
     begin_s, verdicts = time.monotonic(), []
 
     def show(verdict):
+        if options.shrink and verdict.outcome == "WRONG":
+            verdict = shrink(verdict)
         verdicts.append(verdict)
         if verdict.outcome in ("WRONG", "IMPOSSIBLE") or (options.refusals and verdict.outcome == "REFUSED"):
             print(f"{verdict.outcome}: {verdict.command}\n{verdict.details}\n", flush=True)

@@ -38,7 +38,9 @@ class Case:
         self.layout = draw.choice(["chain", "chain", "chain", "chain", "encoder", "tower"])
         self.num_microbatches = draw.randint(2, 4)
         drawn = sorted(FEATURES, key=lambda name: draw.random() ** (1 / FEATURES[name].weight))
-        self.features = [FEATURES[name](draw, self.depth) for name in compatible(names or drawn[-num_features(draw) :])]
+        names = names or drawn[-num_features(draw) :]
+        # Each from a generator of its own, so that a feature is the same beside fewer others.
+        self.features = [FEATURES[name](random.Random(f"{seed} {name}"), self.depth) for name in compatible(names)]
         order = list(range(self.depth))
         called = order
         for feature in self.features:
@@ -47,7 +49,7 @@ class Case:
         in_order = called if sorted(called) == order and called != order else None
         chain = ["blocks.*"] if in_order is None else [f"blocks.{index}" for index in called]
         self.points = [*([] if self.layout == "chain" else ["encoder.*"]), *chain]
-        self.batches = self.drawn_batches(draw)
+        self.batches = self.drawn_batches(random.Random(f"{seed} batches"))
 
     def drawn_batches(self, draw):
         """List the calls: length, whether it trains, and keywords that some batches have."""

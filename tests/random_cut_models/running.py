@@ -10,6 +10,16 @@ from tests.random_cut_models.verdict import Verdict
 from tests.support.cut_models import outcome_of, plain_call
 
 
+def shrink(verdict):
+    """Return the verdict of the fewest features of a wrong case that are wrong by themselves."""
+    smaller = [[name for name in verdict.features if name != left_out] for left_out in verdict.features]
+    for names in smaller if len(verdict.features) > 1 else ():
+        other = judge(verdict.seed, names)
+        if other.outcome == verdict.outcome:
+            return shrink(other)
+    return verdict
+
+
 def judge(seed, names=None, ranks=(1, 2), **changes):
     """Run the case of a seed; `changes` are of its courses."""
     torch.set_num_threads(1)

@@ -16,4 +16,4 @@ class Verdict:
     @property
     def command(self):
         """The command that runs this case again."""
-        return f"python -m tests.random_cut_models --seeds {self.seed}"
+        return f"python -m tests.random_cut_models --seeds {self.seed} --features {','.join(self.features)}"
