@@ -18,7 +18,8 @@ from penstock.models.cutting.routes import (
 
 
 def route(name, value, table, *args, outputs=()):
-    return PointRoute(name, form_of(value, table), form_of((args, {}), table), True, output_labels=outputs)
+    forms = form_of(value, table), form_of((args, {}), table)
+    return PointRoute(name, *forms, True, output_labels=outputs, input_labels=(table.leaf_label(value),))
 
 
 def three_points():

@@ -14,7 +14,7 @@ from penstock.models.cutting.local_calls import call_module
 from penstock.models.cutting.part_leaves import PartLeaves
 from penstock.models.cutting.placeholders import DELETED, Placeholder, without_values
 from penstock.models.cutting.points import first_argument
-from penstock.models.cutting.routes import Routes
+from penstock.models.cutting.routes import Routes, input_label
 from penstock.models.cutting.trees import map_tensors, tensors_in
 
 
@@ -106,6 +106,7 @@ class Course:
         Raises:
             Stopped: the part ends here; the exception has its output.
         """
+        args, kwargs = self.labels.replaced((args, kwargs))
         if name in self.positions:
             args, kwargs = self._at_point(name, args, kwargs, placeholder)
         label = f"{name}#{self._num_calls[name]}"
@@ -156,6 +157,7 @@ class Course:
         elif value is DELETED:
             delattr(module, attribute)
         else:
+            value = self.labels.replaced(value)
             self.require_values(value, f"the attribute {attribute!r} of {name!r}")
             setattr(module, attribute, value)
 
@@ -169,9 +171,18 @@ class Course:
         if self.positions[name] != self.position:
             raise PenstockError(f"the forward calls {name!r} in another order than a run of it without values")
         first, further_args, further_kwargs = first_argument(args, kwargs, placeholder.owner)
+        input_labels = self.routes.points[self.position].input_labels
         if name == self.stop:
             self.require_values(first, f"what comes to {name!r}")
+            for label, tensor in zip(input_labels, tensors_in(first), strict=True):
+                if label is not None:
+                    self.leaves.keep(label, tensor)
             raise Stopped(first)
+        for index, (label, tensor) in enumerate(zip(input_labels, tensors_in(first), strict=True)):
+            if label == input_label(name, index):  # computed: a leaf from here on
+                with self.labels.paused():
+                    bare = without_values(tensor)
+                self.labels.replace(tensor, self._arriving(label, bare))
         if name == self.start:
             # What the forward has brought here has no values: the part's input, from another stage, takes its place.
             self.at_start()

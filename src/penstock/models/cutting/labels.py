@@ -73,6 +73,18 @@ class Labels(LabelTable, TorchFunctionMode):
         super().__init__()
         self._watch, self._device = watch, device
         self._num_draws = 0
+        self._replacements: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors of the forward, by id, in whose place operators get another one."""
+
+    def replace(self, tensor: Tensor, replacement: Tensor) -> None:
+        """Let operators and submodules get another tensor wherever the forward hands on this one."""
+        self._replacements[id(tensor)] = tensor, replacement  # kept, so that no other tensor gets this id
+
+    def replaced(self, value: Any) -> Any:
+        """Return a tree with the replacements of its tensors."""
+        if not self._replacements:
+            return value
+        return map_tensors(lambda tensor: self._replacements.get(id(tensor), (tensor, tensor))[1], value)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -84,7 +96,7 @@ class Labels(LabelTable, TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self.replaced((args, kwargs or {}))
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._read_attribute(func, args, kwargs)
