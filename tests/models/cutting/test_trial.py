@@ -133,9 +133,8 @@ def test_what_later_code_needs_is_carried_to_it_and_no_further(kind, carried):
     routes = routes_of(kind)
 
     assert [point.carried for point in routes.points] == carried
-    assert routes.short == {"blocks.0", "blocks.1", "blocks.2"} - (
-        {"blocks.2"} if kind in (Residual, Placed) else set()
-    )
+    short = {"blocks.0", "blocks.1", "blocks.2"} if kind in (Model, Handed) else {"blocks.0", "blocks.1"}
+    assert routes.short == (set() if issubclass(kind, Around) else short)
 
 
 @pytest.mark.parametrize(
