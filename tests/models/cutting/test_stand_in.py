@@ -46,7 +46,7 @@ class Host:
     """A frame in evaluation mode."""
 
     def __init__(self, run):
-        self.run = run
+        self.run, self.written = run, []
 
     def mode_of(self, owner):
         return False
@@ -83,7 +83,7 @@ def test_what_the_forward_sets_is_read_again_until_the_next_run():
     block.scale = 5
     assert block.scale == 5
     del block.scale
-    block.begin_run()
+    block.forget_written()
     assert block.scale == 1.5
     assert [note[:2] for note in run.notes] == [("blocks.0", "scale")] * 3
 

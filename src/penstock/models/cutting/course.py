@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from penstock.models.cutting.local_calls import call_module
 from penstock.models.cutting.part_leaves import PartLeaves
 from penstock.models.cutting.placeholders import DELETED, Placeholder, without_values
 from penstock.models.cutting.points import first_argument
-from penstock.models.cutting.routes import Routes, input_label
+from penstock.models.cutting.routes import Routes, is_input_label
 from penstock.models.cutting.trees import map_tensors, tensors_in
 
 
@@ -118,10 +119,12 @@ class Course:
             require_kinds(label, output, self.routes)
             self.leaves.keep_output(label, output)
             return output
-        with self.labels.paused():
-            output = placeholder.output(method, args, kwargs, is_training=True)
-        next_index = iter(range(len(self.routes.shapes[label])))
-        input_ids = set(map(id, tensors_in((args, kwargs))))
+        output, input_ids = self.routes.outputs.get(label), set()
+        if output is None:
+            input_ids = set(map(id, tensors_in((args, kwargs))))
+            with self.labels.paused():
+                output = placeholder.output(method, args, kwargs, is_training=True)
+        next_index = count()
 
         def arriving(tensor: Tensor) -> Tensor:
             index = next(next_index)
@@ -171,18 +174,16 @@ class Course:
         if self.positions[name] != self.position:
             raise PenstockError(f"the forward calls {name!r} in another order than a run of it without values")
         first, further_args, further_kwargs = first_argument(args, kwargs, placeholder.owner)
-        input_labels = self.routes.points[self.position].input_labels
-        if name == self.stop:
+        labels = self.routes.points[self.position].input_labels
+        inputs = [(label, tensor) for label, tensor in zip(labels, tensors_in(first), strict=True) if label is not None]
+        if name == self.stop or (self.is_inside and name != self.start):
             self.require_values(first, f"what comes to {name!r}")
-            for label, tensor in zip(input_labels, tensors_in(first), strict=True):
-                if label is not None:
-                    self.leaves.keep(label, tensor)
+            for label, tensor in inputs:
+                self.leaves.keep(label, tensor)
+        else:
+            self._replace_inputs(name, inputs)
+        if name == self.stop:
             raise Stopped(first)
-        for index, (label, tensor) in enumerate(zip(input_labels, tensors_in(first), strict=True)):
-            if label == input_label(name, index):  # computed: a leaf from here on
-                with self.labels.paused():
-                    bare = without_values(tensor)
-                self.labels.replace(tensor, self._arriving(label, bare))
         if name == self.start:
             # What the forward has brought here has no values: the part's input, from another stage, takes its place.
             self.at_start()
@@ -190,6 +191,14 @@ class Course:
                 return (self.part_input, *further_args), further_kwargs
             return (), {**{next(iter(kwargs)): self.part_input}, **further_kwargs}
         return args, kwargs
+
+    def _replace_inputs(self, name: str, inputs: list[tuple[str, Tensor]]) -> None:
+        """Let what the forward has computed for a point be a leaf from here on, as far as it has arrived."""
+        for label, tensor in inputs:
+            if is_input_label(name, label):
+                with self.labels.paused():
+                    bare = without_values(tensor)
+                self.labels.replace(tensor, self._arriving(label, bare))
 
     def _arriving(self, label: str, bare: Tensor) -> Tensor:
         """Return a leaf that arrived, or one without values."""

@@ -63,6 +63,11 @@ def input_label(name: str, index: int) -> str:
     return f"{name}#input.{index}"
 
 
+def is_input_label(name: str, label: str) -> bool:
+    """Whether a label is that of a computed tensor of the first argument of the point `name`."""
+    return label.startswith(f"{name}#input.")
+
+
 def form_of(value: Any, table: LabelTable) -> Form:
     """Return a value with references in the place of its leaves."""
     is_whole = True
@@ -124,6 +129,8 @@ class Routes:
     """The labels of leaves that the forward changes in place."""
     shapes: Mapping[str, tuple[tuple[int, ...], ...]]
     """The shapes of the tensors that each call of a submodule returns."""
+    outputs: Mapping[str, Any]
+    """What each call of a submodule returns, without values; not of one that returns a tensor that it was given."""
     types: Mapping[str, torch.dtype]
     """The types of leaves for which the forward asks, by label."""
     reads: Mapping[str, set[str]]

@@ -43,6 +43,8 @@ class Host(Protocol):
 
     run: Run | None
     """The run that is under way; None between runs."""
+    written: list["StandIn"]
+    """The stand-ins on which the run has set attributes."""
 
     def mode_of(self, owner: nn.Module) -> bool:
         """Return whether a submodule of another part is in training mode."""
@@ -62,12 +64,11 @@ class StandIn(nn.Module):
         parameters.update(placeholder.module.named_parameters(recurse=False))
         buffers.update(placeholder.module.named_buffers(recurse=False))
 
-    def begin_run(self) -> None:
-        """Forget what an earlier run has set."""
-        if self._written:
-            self._written.clear()
-        for nested in self._nested.values():
-            nested.begin_run()
+    def forget_written(self) -> None:
+        """Forget what a run of the forward has set."""
+        for name in self._written:
+            self.__dict__.pop(name, None)
+        self._written.clear()
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -111,18 +112,9 @@ class StandIn(nn.Module):
         """Ask the run for what the module's forward alone returns."""
         return self._call_method(FORWARD, *args, **kwargs)
 
-    def __getattribute__(self, name: str) -> Any:
-        """Return what the forward has set, if it has."""
-        written = object.__getattribute__(self, "_written") if not name.startswith("_") else {}
-        if name in written:
-            if written[name] is DELETED:
-                raise AttributeError(f"{name!r} was deleted")
-            return written[name]
-        return super().__getattribute__(name)
-
     def __getattr__(self, name: str) -> Any:
         module_name, placeholder, host = self._target
-        if name in self._written:  # deleted, though its owner has it
+        if name in self._written:  # and is not there: its owner has it, but the forward has deleted it
             raise AttributeError(f"{name!r} was deleted")
         if name in self._modules:
             return self._nested[name]
@@ -149,7 +141,13 @@ class StandIn(nn.Module):
         if host.run is None:
             raise PenstockError(f"an attribute {name!r} is set on the stand-in of {module_name!r} outside of a forward")
         host.run.write(module_name, name, value, placeholder)
+        if not self._written:
+            host.written.append(self)
         self._written[name] = value
+        if value is DELETED:
+            self.__dict__.pop(name, None)
+        else:
+            self.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
         setattr(self, name, DELETED)

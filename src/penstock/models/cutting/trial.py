@@ -51,6 +51,7 @@ class Trial:
     _made_in: dict[str, int] = field(default_factory=dict)
     _num_calls: Counter[str] = field(default_factory=Counter)
     _shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    _outputs: dict[str, Any] = field(default_factory=dict)
     _types: dict[str, torch.dtype] = field(default_factory=dict)
     _reads: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     _written: set[str] = field(default_factory=set)
@@ -86,7 +87,7 @@ class Trial:
         changed = self.labels.changed_labels
         short = short_points(self._points, changed, self._written)
         types = {label: self._types[label] for label in self.labels.typed_labels if label in self._types}
-        return Routes(self._points, frozenset(changed), self._shapes, types, self._reads, short)
+        return Routes(self._points, frozenset(changed), self._shapes, self._outputs, types, self._reads, short)
 
     # ---- what operators do
 
@@ -232,6 +233,8 @@ class Trial:
                 self.labels.add_leaf(tensor, f"{label}.{index}")
                 self._made_in[f"{label}.{index}"] = self.segment
                 self._types[f"{label}.{index}"] = tensor.dtype
+        if None not in labels:
+            self._outputs[label] = output
         if name in self.positions:
             self._points[-1].output_labels = tuple(labels)
         return output
