@@ -1,5 +1,6 @@
 """`StandIn`: takes the place of a submodule in a frame, and asks the run that is under way what it returns."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.placeholders import DELETED, Placeholder
-from penstock.models.cutting.undocumented import own_tensors_of
+from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_forward_hooks
 
 CALL, FORWARD = "__call__", "forward"
 CHANGES_OWN = (
@@ -104,8 +105,19 @@ class StandIn(nn.Module):
         """Ignore the dict that nn.Module's constructor makes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask the run for what a call returns, hooks included."""
-        return self._call_method(CALL, *args, **kwargs)
+        """Ask the run for what a call returns, hooks included; then run the hooks that the stand-in has itself."""
+        output = self._call_method(CALL, *args, **kwargs)
+        hooks = forward_hooks(self)
+        if not hooks:
+            return output
+        name, _, host = self._target
+        local_module = None if host.run is None else host.run.local_module(name)
+        run_hooks = [] if local_module is None else forward_hooks(local_module)
+        for hook, takes_keywords in hooks:
+            if (hook, takes_keywords) not in run_hooks:
+                result = hook(self, args, kwargs, output) if takes_keywords else hook(self, args, output)
+                output = output if result is None else result
+        return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the run for what the module's forward alone returns."""
@@ -137,22 +149,42 @@ class StandIn(nn.Module):
             raise PenstockError(CHANGES_OWN.format(module_name, name))
         value = getattr(placeholder.owner, name)
         if run is None or isinstance(value, Tensor):
-            return _tensor_attribute(f"{module_name}.{name}", value, placeholder, run)
+            return self._tensor(name, value)
         if getattr(value, "__self__", None) is placeholder.owner:
             return partial(self._call_method, name)
         run.note_read(module_name, name)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute as the forward does; it is read again until the run ends."""
-        module_name, placeholder, host = self._target
-        if host.run is None:
-            raise PenstockError(f"an attribute {name!r} is set on the stand-in of {module_name!r} outside of a forward")
-        host.run.write(module_name, name, value, placeholder)
-        self._written[name] = value
+        self._write(name, value)
 
     def __delattr__(self, name: str) -> None:
-        setattr(self, name, DELETED)
+        self._write(name, DELETED)
+
+    def _tensor(self, name: str, value: Any) -> Any:
+        """Return a tensor of the submodule as a leaf; one that is no parameter or buffer may change with each call."""
+        module_name, placeholder, host = self._target
+        parameters, buffers = own_tensors_of(placeholder.module)
+        bare = parameters.get(name, buffers.get(name))
+        if host.run is None:
+            return value if bare is None else bare
+        if bare is None:
+            raise PenstockError(
+                f"the forward reads the tensor {name!r} of {module_name!r}, which is neither a parameter nor a buffer, "
+                "so that no other stage has it; let the submodule return it, or register it as a buffer"
+            )
+        return host.run.tensor_attribute(f"{module_name}.{name}", bare)
+
+    def _write(self, name: str, value: Any) -> None:
+        module_name, placeholder, host = self._target
+        run = host.run
+        if run is None:
+            if name in ("training", "_modules") or isinstance(value, dict | set) or value is None:
+                object.__setattr__(self, name, value)  # what nn.Module's constructor sets
+                return
+            raise PenstockError(f"an attribute {name!r} is set on the stand-in of {module_name!r} outside of a forward")
+        run.write(module_name, name, value, placeholder)
+        self._written[name] = value
 
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         name, placeholder, host = self._target
@@ -163,19 +195,22 @@ class StandIn(nn.Module):
         return host.run.call_method(name, method, args, kwargs, placeholder)
 
 
-def _tensor_attribute(full_name: str, value: Any, placeholder: Placeholder, run: Run | None) -> Any:
-    """Return a tensor of a submodule as a leaf; one that is no parameter or buffer may change with each call."""
-    module_name, _, name = full_name.rpartition(".")
-    parameters, buffers = own_tensors_of(placeholder.module)
-    bare = parameters.get(name, buffers.get(name))
-    if run is None:
-        return value if bare is None else bare
-    if bare is None:
-        raise PenstockError(
-            f"the forward reads the tensor {name!r} of {module_name!r}, which is neither a parameter nor a buffer, so "
-            "that no other stage has it; let the submodule return it, or register it as a buffer"
-        )
-    return run.tensor_attribute(full_name, bare)
+def share_hooks(root: nn.Module, is_shared: Callable[[Any], bool]) -> None:
+    """Let the stand-ins of a frame run some forward hooks of the submodules whose places they take.
+
+    Such hooks collect outputs for the forward around the submodules. They see the outputs of stand-ins, not those of
+    the copies without values by which these are found.
+    """
+    if type(root) is not StandIn:
+        for child in root.children():
+            share_hooks(child, is_shared)
+        return
+    _, placeholder, _ = root._target
+    for module in placeholder.module.modules():
+        remove_forward_hooks(module, is_shared)
+    for hook, takes_keywords in forward_hooks(placeholder.owner):
+        if is_shared(hook):
+            root.register_forward_hook(hook, with_kwargs=takes_keywords)
 
 
 def bare_parameter(tensor: Tensor) -> Tensor:
