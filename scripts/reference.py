@@ -37,7 +37,6 @@ GROUPS = {
             "Pipeline",
             "cut",
             "from_transformers",
-            "verify",
             "LayerSpec",
             "Skip",
             "Carry",

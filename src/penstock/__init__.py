@@ -51,7 +51,6 @@ _NAMES = {
     "penstock.show.picture": "draw",
     "penstock.simulation": "Costs LayerCosts simulate",
     "penstock.train.measuring.measure": "measure_layers",
-    "penstock.verifying.verify": "verify",
 }
 """The public names of each module."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

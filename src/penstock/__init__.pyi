@@ -57,6 +57,5 @@ from penstock.simulation import Costs as Costs
 from penstock.simulation import LayerCosts as LayerCosts
 from penstock.simulation import simulate as simulate
 from penstock.train.measuring.measure import measure_layers as measure_layers
-from penstock.verifying.verify import verify as verify
 
 __version__: str

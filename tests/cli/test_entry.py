@@ -21,7 +21,6 @@ FLAGS = {
     "schedules": "NAME --to",
     "show": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --heavy --lowered --split",
     "check": "FILE --costs --memory-limit --ranks --split --transport --weight-order",
-    "verify": "--set",
     "compare": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --heavy --memory-limit --per-action --split --sweep",
     "search": f"{RESULT} --costs --heavy --memory-limit --microbatches --noise --objective --per-action --placement "
     "--ranks --schedule --seconds --seed --split --stages-per-rank --sweep",

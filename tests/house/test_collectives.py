@@ -57,7 +57,6 @@ CONDITIONAL = {
     "train.generation generate: all_gather_object": _TOLD,
     "train.generation obstacle_to_sampling: all_gather_object": _OF_RUN,
     "train.generation sample: generate": "the obstacle is the same on all ranks",
-    "train.document_leaks require_separate_documents: together": _OF_RUN,
     "train.loop train: claimed_together": "an argument of the entry point of every rank",
     "train.loop train: _write_sample": _OF_RUN,
     "train.measuring.exchanges _exchange: _seconds": "a loop over the stages of a unit, alike in all replicas",

@@ -36,7 +36,6 @@ ROOMS = {
     "checkpoints": (7, {0, 1, 2, 3, 4, 5, 6}),
     "train": (7, {0, 1, 2, 3, 4, 5, 6}),
     "moving": (7, {0, 1, 2, 3, 4, 5, 6}),
-    "verifying": (7, {0, 1, 2, 3, 4, 5, 6}),
     "hugging_face": (7, {0, 1, 2, 3, 4, 5, 6}),
     "cli": (8, {0, 1, 2, 3, 4, 5, 6, 7}),
     "__main__": (9, {0, 8}),
@@ -54,8 +53,6 @@ DOORS = {
     ("hugging_face", "checkpoints"),  # by their files
     ("train", "hugging_face"),  # a run file may name a model
     ("moving", "pipeline"),  # so do the adapters
-    ("verifying", "pipeline"),  # it runs the parts of a model
-    ("train", "verifying"),  # before the first step of a run
     ("moving", "train"),  # gradients are clipped by their norm over all ranks in one place
     ("cli", "__init__"),  # `penstock --version`
 }

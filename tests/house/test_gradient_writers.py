@@ -12,7 +12,6 @@ EXCEPTIONS = {
     "penstock.execute.stages.passes": "leaves of a stage's inputs: their gradients go to the stage before",
     "penstock.execute.losses.grad_scaler": "a probe that stands in for the gradients of a rank that has none",
     "penstock.execute.stages.other_layers": "parameters of other ranks, freed: they are on no device",
-    "penstock.models.cutting.course": "attributes that a model's own forward sets on its submodules",
     "penstock.moving.own_backward": "modules with a backward of their own add their gradients by themselves",
     "penstock.train.optimizing.main_weights": "main weights are parameters of an optimizer of their own",
 }

@@ -22,7 +22,6 @@ from penstock.cli import (
     search,
     show,
     train,
-    verify,
 )
 from penstock.cli.arguments import Parser
 from penstock.cli.output import complain, forget_stdout, may_be_full, open_closed_streams, replace_unknown_characters
@@ -67,7 +66,7 @@ class Command(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (
-    init, train, schedules, show, check, verify, compare, search, convert, profile, doctor, runs, generate, evaluate,
+    init, train, schedules, show, check, compare, search, convert, profile, doctor, runs, generate, evaluate,
     completion,
 )  # fmt: skip
 

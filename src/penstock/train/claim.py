@@ -32,7 +32,7 @@ from penstock.train.together import same_words
 KEY = "run.folder"
 SAME_SECTIONS = ("model", "data", "batch", "precision", "optimizer")
 """Sections that a run must share with an earlier one to continue it, beside the seed and `run.skip_updates`."""
-MAY_DIFFER = ("data.prefetch", "data.tokenizer_digest", "model.verify")
+MAY_DIFFER = ("data.prefetch", "data.tokenizer_digest")
 """Keys of these sections that change no bit; another digest is refused by itself."""
 MOST_ATTEMPTS = 100
 

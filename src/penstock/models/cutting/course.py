@@ -45,15 +45,12 @@ class Course:
     at_start: Callable[[], None]
     """Called where the part begins."""
     labels: Labels = field(init=False)
-    place: str = field(init=False)
-    """The code that runs, for messages."""
     position: int = -1
     """The position of the last point that the forward has called; -1 before the first."""
     _num_calls: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.labels = Labels(self, self.device)
-        self.place = f"from {self.start or 'its begin'!r} to {self.stop or 'its end'!r}"
 
     @property
     def is_inside(self) -> bool:
@@ -78,6 +75,11 @@ class Course:
             f"{place} depends on {maker_of(min(labels))!r}, which a layer of another stage computes or holds, and "
             "which a run without values did not use; all that the forward decides by must follow from the batch"
         )
+
+    @property
+    def place(self) -> str:
+        """The code that runs now, for messages."""
+        return f"from {self.start or 'its begin'!r} to {self.stop or 'its end'!r}"
 
     # ---- what operators do
 

@@ -41,8 +41,6 @@ class Trial:
     at_first_point: Callable[[], None] = lambda: None
     """Called where the forward meets its first point."""
     labels: Labels = field(init=False)
-    place: str = field(init=False)
-    """The code that runs now, for messages."""
     segment: int = 0
     _points: list[PointRoute] = field(default_factory=list)
     _needs: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -57,7 +55,6 @@ class Trial:
     def __post_init__(self) -> None:
         self.labels = Labels(self, self.device)
         self._modes = modes_of(self.device)
-        self.place = f"in the forward of {self.model_name} before its first point"
 
     def add_saved_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Label the parameters and saved buffers around the points, which what runs before the first point holds."""
@@ -90,6 +87,12 @@ class Trial:
         short = short_points(self._points, changed, self._written)
         types = {label: self._types[label] for label in self.labels.typed_labels if label in self._types}
         return Routes(self._points, frozenset(changed), self._shapes, types, self._reads, short)
+
+    @property
+    def place(self) -> str:
+        """The code that runs now, for messages."""
+        place = f"behind {self._points[-1].name!r}" if self._points else "before its first point"
+        return f"in the forward of {self.model_name} {place}"
 
     # ---- what operators do
 
@@ -194,7 +197,6 @@ class Trial:
         if not self.segment:
             self.at_first_point()
         self.segment += 1
-        self.place = f"in the forward of {self.model_name} behind {name!r}"
         self.use_labels(argument_form.labels)
         runs_alone = method == CALL and modes_of(self.device) == self._modes
         first_keyword = None if args else next(iter(kwargs))

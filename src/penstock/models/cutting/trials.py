@@ -73,17 +73,6 @@ class Trials:
             self._known_routes[kind] = self._checked_routes(device, part_call)
         return self._known_routes[kind]
 
-    def called_names(self, part_call: PartCall) -> list[str]:
-        """Return the submodules in the order in which the forward calls them, which may be any."""
-        frame = self.frame(part_call.device({}))
-        trial = self._new_trial(frame, part_call)
-        names: list[str] = []
-        trial.called_names = names
-        with frame.running(trial, trial.labels, {}, is_training=part_call.is_training) as model:
-            trial.add_saved_tensors(frame.saved_tensors())
-            self._entry.call(model, replace(part_call, run=trial))
-        return names
-
     def frame(self, device: torch.device) -> Frame:
         """Return the frame on a device."""
         if device not in self._frames:

@@ -130,7 +130,7 @@ def times_of_layers(
 
 
 def _subject(config: RunConfig, dataset: Dataset) -> Subject:
-    model = config.model.model_dump(exclude={"verify"})
+    model = config.model.model_dump()
     if config.precision.compute != "model":  # else the model's own type is computed in
         model |= config.precision.model_dump(include={"compute", "autocast"})
     return Subject(

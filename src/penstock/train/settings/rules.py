@@ -211,7 +211,7 @@ def _source_of_model_problems(model: ModelSection) -> Iterator[Problem]:
 def _transformers_problems(model: ModelSection) -> Iterator[Problem]:
     """Yield the decoder's keys that are set although the config of the transformers folder says the same."""
     for key, field in ModelSection.model_fields.items():
-        is_own = key in ("transformers", "source_digest", "dtype", "length", "verify")
+        is_own = key in ("transformers", "source_digest", "dtype", "length")
         if not is_own and getattr(model, key) != field.get_default(call_default_factory=True):
             yield f"model.{key}", "is not for a model of transformers, whose config.json says it all; drop it"
 
@@ -222,8 +222,6 @@ def _model_problems(config: Sections) -> Iterator[Problem]:
         yield from _transformers_problems(model)
     else:
         yield from _source_of_model_problems(model) if model.source else _decoder_problems(model)
-        if model.verify is True:
-            yield "model.verify", "is for a model that is cut; name one in model.transformers, or drop it"
     if 0 < model.length < batch.length:
         yield "batch.length", f"{batch.length} tokens are more than model.length = {model.length}"
 

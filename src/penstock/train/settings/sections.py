@@ -3,7 +3,7 @@
 The text below a key is its meaning, for people: written run files, messages and the reference have it.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
@@ -30,14 +30,22 @@ Kept = Literal["none", "full", "selective"]
 
 NAMED, LISTED = "a name", "a list"
 """Which sort of a key such as `pipeline.split` was meant, so that a wrong one is judged as that."""
-Name = TypeVar("Name")
-Other = TypeVar("Other")
-NameOr = Annotated[
-    Annotated[Name, Tag(NAMED)] | Annotated[Other, Tag(LISTED)],
-    Discriminator(lambda value: NAMED if isinstance(value, str) else LISTED),
+
+
+def _sort_of_split(value: Any) -> str:
+    return NAMED if isinstance(value, str) else LISTED
+
+
+Split = Annotated[
+    Annotated[Literal["declared", "even", "measured"], Tag(NAMED)] | Annotated[Sizes, Tag(LISTED)],
+    Discriminator(_sort_of_split),
 ]
-Split = NameOr[Literal["declared", "even", "measured"], Sizes]
-Checkpointing = NameOr[Kept, Annotated[tuple[Kept, ...], Field(strict=False)]]
+
+
+Checkpointing = Annotated[
+    Annotated[Kept, Tag(NAMED)] | Annotated[tuple[Kept, ...], Field(strict=False), Tag(LISTED)],
+    Discriminator(_sort_of_split),
+]
 
 
 class Section(BaseModel):
@@ -151,9 +159,6 @@ class ModelSection(Section, DecoderConfig):
     """other arguments of model.source"""
     transformers: str = ""
     """folder of a causal language model of Hugging Face, with its tokenizer (extra `transformers`)"""
-    verify: NameOr[Literal["auto"], bool] = "auto"
-    """whether rank 0 compares the model of model.transformers with its layers before the first step; 'auto': where the
-    whole model fits into its memory"""
     loss: str = ""
     """FILE.py:FUNCTION of the last layer's output and the target; empty: cross entropy of next tokens"""
     source_digest: str = ""

@@ -1,1 +1,0 @@
-"""Comparing a model that is cut into layers with the unsplit one: outputs, losses, gradients and buffers."""
