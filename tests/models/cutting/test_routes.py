@@ -83,7 +83,7 @@ def test_a_form_has_references_in_the_place_of_leaves_and_is_filled_with_them():
 
 def test_routes_are_equal_where_their_constants_are():
     routes = [
-        Routes([route("a", torch.full((2,), value), LabelTable())], frozenset(), {}, {}, {}) for value in (1, 1, 2)
+        Routes([route("a", torch.full((2,), value), LabelTable())], frozenset(), {}, {}, {}, {}) for value in (1, 1, 2)
     ]
 
     assert are_equal(routes[0], routes[1])

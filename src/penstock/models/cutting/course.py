@@ -72,20 +72,14 @@ class Course:
         """Refuse a value that depends on what is not here. Raises: PenstockError."""
         labels = self.labels.labels_of(value)
         if labels:
-            raise self._lack(labels, place)
-
-    def _lack(self, labels: frozenset[str], place: str) -> PenstockError:
-        return PenstockError(
-            f"{place} depends on {maker_of(min(labels))!r}, which a layer of another stage computes or holds, and "
-            "which a run without values did not use; all that the forward decides by must follow from the batch"
-        )
+            raise _lack(labels, place)
 
     # ---- what operators do
 
     def use_labels(self, labels: frozenset[str]) -> None:
         """Refuse code of the part that computes from what is not here. Raises: PenstockError."""
         if self.is_inside:
-            raise self._lack(labels, "what the forward computes")
+            raise _lack(labels, "what the forward computes")
 
     def draw(self, label: str, compute: Callable[[], Any]) -> tuple[Any, bool]:
         """Draw within the part; before it, return what arrived, or a result without values."""
@@ -206,6 +200,13 @@ class Course:
             return self.leaves.arrived[label]
         self.labels.add_leaf(bare, label)
         return bare
+
+
+def _lack(labels: frozenset[str], place: str) -> PenstockError:
+    return PenstockError(
+        f"{place} depends on {maker_of(min(labels))!r}, which a layer of another stage computes or holds, and which a "
+        "run without values did not use; all that the forward decides by must follow from the batch"
+    )
 
 
 def require_kinds(label: str, output: Any, routes: Routes) -> None:

@@ -75,7 +75,7 @@ class CutForward:
         trials = self.trials
         routes = trials.routes(part_call, device, segment.start)
         arrived = self._arrived(segment, part_call, routes, leaves)
-        if segment.start in routes.short and segment.stop is not None:
+        if segment.start in routes.short and segment.stop is not None and len(segment.modules) == 1:
             return self._run_alone(part_modules, segment.start, part_call.inputs[0], arrived, routes)
         frame = trials.frame(device)
         wanted = () if segment.stop is None else routes.carried_before(self.template.positions[segment.stop])

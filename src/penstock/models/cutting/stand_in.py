@@ -1,5 +1,6 @@
 """`StandIn`: takes the place of a submodule in a frame, and asks the run that is under way what it returns."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.placeholders import DELETED, Placeholder
-from penstock.models.cutting.undocumented import own_tensors_of
+from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_forward_hooks
 
 CALL, FORWARD = "__call__", "forward"
 CHANGES_OWN = (
@@ -105,8 +106,19 @@ class StandIn(nn.Module):
         """Ignore the dict that nn.Module's constructor makes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask the run for what a call returns, hooks included."""
-        return self._call_method(CALL, *args, **kwargs)
+        """Ask the run for what a call returns, hooks included; then run the hooks that the stand-in has itself."""
+        output = self._call_method(CALL, *args, **kwargs)
+        hooks = forward_hooks(self)
+        if not hooks:
+            return output
+        name, _, host = self._target
+        local_module = None if host.run is None else host.run.local_module(name)
+        run_hooks = [] if local_module is None else forward_hooks(local_module)
+        for hook, takes_keywords in hooks:
+            if (hook, takes_keywords) not in run_hooks:
+                result = hook(self, args, kwargs, output) if takes_keywords else hook(self, args, output)
+                output = output if result is None else result
+        return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the run for what the module's forward alone returns."""
@@ -159,6 +171,24 @@ class StandIn(nn.Module):
                 f"the stand-in of {name!r} is called outside of a forward; call the layers of the pipeline"
             )
         return host.run.call_method(name, method, args, kwargs, placeholder)
+
+
+def share_hooks(root: nn.Module, is_shared: Callable[[Any], bool]) -> None:
+    """Let the stand-ins of a frame run some forward hooks of the submodules whose places they take.
+
+    Such hooks collect outputs for the forward around the submodules. They see the outputs of stand-ins, not those of
+    the copies without values by which these are found.
+    """
+    if type(root) is not StandIn:
+        for child in root.children():
+            share_hooks(child, is_shared)
+        return
+    _, placeholder, _ = root._target
+    for module in placeholder.module.modules():
+        remove_forward_hooks(module, is_shared)
+    for hook, takes_keywords in forward_hooks(placeholder.owner):
+        if is_shared(hook):
+            root.register_forward_hook(hook, with_kwargs=takes_keywords)
 
 
 def _tensor_attribute(full_name: str, value: Any, placeholder: Placeholder, run: Run | None) -> Any:
