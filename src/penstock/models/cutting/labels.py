@@ -122,7 +122,7 @@ class Labels(LabelTable, TorchFunctionMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any, labels: frozenset[str]) -> Any:
         """Run an operator without values; label what it returns, and what it changes in place."""
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         # Constants go to the meta device for the operator, which takes no tensors of several devices.
         meta_by_id = {id(tensor): tensor if tensor.is_meta else tensor.to("meta") for tensor in tensors}
         versions = [version_of(meta_by_id[id(tensor)]) for tensor in tensors]

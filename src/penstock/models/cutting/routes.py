@@ -86,6 +86,23 @@ def form_of(value: Any, table: LabelTable) -> Form:
     return Form(tree, table.labels_of(value), is_whole, versions_of(tree))
 
 
+class ArgumentForms:
+    """Makes the forms of further arguments; most blocks get the same objects, such as a mask, and so the same form."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._arguments: Any = None
+        self._form: Form | None = None
+
+    def form(self, args: tuple[Any, ...], kwargs: dict[str, Any], table: LabelTable) -> Form:
+        """Return the form of the arguments of one call."""
+        key = (*map(id, args), *kwargs, *map(id, kwargs.values()))
+        if self._form is None or key != self._key or not self._form.is_unchanged:
+            self._key, self._arguments = key, (args, kwargs)  # kept, so that no other object gets an id of these
+            self._form = form_of((args, kwargs), table)
+        return self._form
+
+
 @dataclass(slots=True)
 class PointRoute:
     """What one run without values has found of a point."""
@@ -200,7 +217,7 @@ def are_equal(routes: Routes, other_routes: Routes) -> bool:
 
 def have_equal_values(value: Any, other: Any) -> bool:
     """Whether two trees have equal items; tensors without values are equal where their forms are."""
-    items, other_items = list(items_in(value)), list(items_in(other))
+    items, other_items = items_in(value), items_in(other)
     return len(items) == len(other_items) and all(map(_equal_items, items, other_items))
 
 

@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.models.cutting.labels import Labels
 from penstock.models.cutting.placeholders import Placeholder, without_values
 from penstock.models.cutting.points import first_argument
-from penstock.models.cutting.routes import PointRoute, Routes, carry, form_of, input_label, short_points
+from penstock.models.cutting.routes import ArgumentForms, PointRoute, Routes, carry, form_of, input_label, short_points
 from penstock.models.cutting.stand_in import CALL
 from penstock.models.cutting.trees import tensors_in
 
@@ -55,6 +55,7 @@ class Trial:
     _types: dict[str, torch.dtype] = field(default_factory=dict)
     _reads: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     _written: set[str] = field(default_factory=set)
+    _argument_forms: ArgumentForms = field(default_factory=ArgumentForms)
     _modes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -190,7 +191,8 @@ class Trial:
                 f"{POINT_ORDER}. {LEFT_OUT}"
             )
         first, further_args, further_kwargs = first_argument(args, kwargs, placeholder.owner)
-        input_form, argument_form = form_of(first, self.labels), form_of((further_args, further_kwargs), self.labels)
+        input_form = form_of(first, self.labels)
+        argument_form = self._argument_forms.form(further_args, further_kwargs, self.labels)
         self.use_labels(input_form.labels)
         if not self.segment:
             self.at_first_point()
@@ -224,7 +226,7 @@ class Trial:
     def _labelled(self, name: str, label: str, output: Any, inputs: Any) -> Any:
         """Label the tensors of an output that are not among the inputs; return the output."""
         input_ids = set(map(id, tensors_in(inputs)))
-        tensors = list(tensors_in(output))
+        tensors = tensors_in(output)
         self._shapes[label] = tuple(tuple(tensor.shape) for tensor in tensors)
         labels: list[str | None] = []
         for index, tensor in enumerate(tensors):

@@ -130,7 +130,7 @@ class Trials:
         """Run the forward without values; return its routes, and the attributes that it leaves changed, by name."""
         frame.put_values({name: copied(value) for name, value in earlier_state.items()})
         trial = self._new_trial(frame, part_call)
-        batch_tensors = list(tensors_in((part_call.inputs, dict(part_call.keywords))))
+        batch_tensors = tensors_in((part_call.inputs, dict(part_call.keywords)))
         batch_versions = list(map(version_of, batch_tensors))
         python_state = _drawn_outside()
         buffers: dict[str, Any] = {}
