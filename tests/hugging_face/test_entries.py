@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.hugging_face.entries import BatchEntry, DecoderEntry, output_of
+from penstock.hugging_face.entries import BatchEntry, DecoderEntry
 from penstock.models.cutting.entry import PartCall
 from tests.hugging_face import tiny_further
 from tests.hugging_face.families import furthest
@@ -97,10 +97,3 @@ def test_all_other_models_take_the_batch_by_name_on_every_stage_and_no_settings(
     for is_first in (True, False):
         call = PartCall(() if is_first else (torch.ones(2),), {"pixel_values": tokens}, is_first=is_first)
         assert entry.call(Own(), call)[2] is tokens
-
-
-def test_an_output_is_its_logits_or_its_last_state_or_all_of_it():
-    assert output_of({"loss": 1, "logits": 2, "last_hidden_state": 3}) == 2
-    assert output_of({"last_hidden_state": 3, "pooler_output": 4}) == 3
-    assert output_of({"start_logits": 3}) == {"start_logits": 3}
-    assert output_of((1, 2)) == (1, 2)

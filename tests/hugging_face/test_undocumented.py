@@ -13,7 +13,6 @@ from penstock.hugging_face.undocumented import (
     conversions,
     device_map_of,
     give_values,
-    has_balance_loss,
     is_quantized,
     loss_kind,
     made_of_config,
@@ -21,6 +20,7 @@ from penstock.hugging_face.undocumented import (
     parameters_on_meta,
     reverted,
     router_class,
+    routing_of,
     tied_names,
     unsaved_names,
 )
@@ -130,7 +130,9 @@ def test_attributes_of_models_and_configs_say_what_is_tied_unsaved_quantized_and
     assert [unsaved_names(each) for each in (plain, model)] == [set(), {"model.norm.weight"}], (
         "_keys_to_ignore_on_save: it has another form now"
     )
-    assert [is_quantized(each) for each in (plain, model)] == [False, True], "configs name quantization otherwise now"
+    assert [is_quantized(each.config) for each in (plain, model)] == [False, True], (
+        "configs name quantization otherwise now"
+    )
     assert [device_map_of(each) for each in (plain, model)] == [None, {"": "cpu"}]
 
 
@@ -282,8 +284,12 @@ def test_routers_are_found_by_what_can_be_recorded(family):
     model = model_of(family)
 
     assert any(isinstance(module, router_class(model)) for module in model.model.layers[0].modules())
-    assert has_balance_loss(model)
+    routing = routing_of(model)
+    assert routing is not None, "load_balancing_loss_func or model.num_experts is called otherwise now"
+    assert (routing.num_experts, routing.top_k) == (4, 2)
+    assert routing.weight == model.config.router_aux_loss_coef
     assert router_class(model_of("llama")) is None
+    assert routing_of(model_of("llama")) is None
 
 
 def test_a_forward_and_its_loss_function_say_of_what_kind_the_loss_is():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.hugging_face.undocumented import has_balance_loss, router_class
+from penstock.hugging_face.undocumented import routing_of
 from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.models.cutting.part import CutPart
 from penstock.models.skip import Skip
@@ -30,20 +30,18 @@ class Balance:
 
     def __init__(self, model: Any, blocks: list[str]) -> None:
         """`blocks` are the names of the model's blocks. Raises: ConfigError, if no rule for its loss is known."""
-        self.router: type[nn.Module] | None = router_class(model)
-        if self.router is None or not has_balance_loss(model) or not hasattr(model, "num_experts"):
+        routing = routing_of(model)
+        if routing is None:
             raise ConfigError(
                 f"{type(model).__name__} has no load_balancing_loss_func over its routers, so output_router_logits=True"
                 " cannot be trained in parts; set it to False",
                 key="source",
             )
-        self.num_experts = int(model.num_experts)
-        self.top_k = int(model.num_experts_per_tok)
-        self.weight = float(model.router_aux_loss_coef)
+        self.routing = routing
         blocks_with_experts = [
             name
             for name in blocks
-            if any(isinstance(module, self.router) for module in model.get_submodule(name).modules())
+            if any(isinstance(module, routing.router) for module in model.get_submodule(name).modules())
         ]
         self._index_by_block = {name: index for index, name in enumerate(blocks_with_experts)}
 
@@ -61,19 +59,21 @@ class Balance:
         `logits` is [tokens, experts]; `mask` [batch, seq] says which tokens count.
         """
         probabilities = logits.softmax(-1)
-        expert_indices = probabilities.topk(self.top_k, dim=-1).indices
+        expert_indices = probabilities.topk(self.routing.top_k, dim=-1).indices
         token_weights = torch.ones(len(logits), device=logits.device) if mask is None else mask.reshape(-1).float()
-        tokens_by_expert = torch.zeros(self.num_experts, device=logits.device)
+        tokens_by_expert = torch.zeros(self.routing.num_experts, device=logits.device)
         tokens_by_expert = tokens_by_expert.index_add(
-            0, expert_indices.reshape(-1), token_weights.repeat_interleave(self.top_k)
+            0, expert_indices.reshape(-1), token_weights.repeat_interleave(self.routing.top_k)
         )
         probability_by_expert = (probabilities.float() * token_weights[:, None]).sum(0)
-        return torch.stack([tokens_by_expert, probability_by_expert, token_weights.sum().expand(self.num_experts)])
+        return torch.stack(
+            [tokens_by_expert, probability_by_expert, token_weights.sum().expand(self.routing.num_experts)]
+        )
 
     def loss(self, sums: Tensor) -> Tensor:
         """Return the loss of the sums over all layers."""
         tokens_by_expert, probability_by_expert, rows = sums.unbind()
-        return (tokens_by_expert / rows * (probability_by_expert / rows)).sum() * self.num_experts
+        return (tokens_by_expert / rows * (probability_by_expert / rows)).sum() * self.routing.num_experts
 
 
 def _block_class(kind: type[CutPart]) -> Callable[..., CutPart]:
@@ -86,7 +86,7 @@ def _block_class(kind: type[CutPart]) -> Callable[..., CutPart]:
             self.skip, self.previous_skip = Skip(f"{NAME} {index}"), Skip(f"{NAME} {index - 1}") if index else None
 
         def forward(self, *inputs: Any, **keywords: Any) -> Any:
-            with _recorded_logits(self, self._balance.router) as notes:
+            with _recorded_logits(self, self._balance.routing.router) as notes:
                 output = super().forward(*inputs, **keywords)
             mask = keywords.get("attention_mask")
             sums = torch.stack([self._balance.sums(logits, mask) for logits in notes]).sum(0)
@@ -103,7 +103,7 @@ def _last_layer_class(kind: type[CutPart]) -> Callable[..., CutPart]:
         def __init__(self, balance: Balance, index: int, *args: Any) -> None:
             super().__init__(*args)
             self._balance = balance
-            self.skip, self.auxiliary = Skip(f"{NAME} {index}"), AuxiliaryLoss(NAME, balance.weight)
+            self.skip, self.auxiliary = Skip(f"{NAME} {index}"), AuxiliaryLoss(NAME, balance.routing.weight)
 
         def forward(self, *inputs: Any, **keywords: Any) -> Any:
             output = super().forward(*inputs, **keywords)
@@ -114,14 +114,14 @@ def _last_layer_class(kind: type[CutPart]) -> Callable[..., CutPart]:
 
 
 @contextmanager
-def _recorded_logits(part: CutPart, router: type[nn.Module] | None) -> Iterator[list[Tensor]]:
+def _recorded_logits(part: CutPart, router: type[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect the logits of the routers of a layer; hooks stay for one forward, since copies of a layer share them."""
     logits: list[Tensor] = []
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
         logits.append(output[0] if isinstance(output, tuple) else output)
 
-    routers = [module for module in part.modules() if router is not None and isinstance(module, router)]
+    routers = [module for module in part.modules() if isinstance(module, router)]
     handles = [module.register_forward_hook(record) for module in routers]
     try:
         yield logits

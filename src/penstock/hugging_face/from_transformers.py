@@ -29,6 +29,7 @@ from penstock.hugging_face.undocumented import (
     give_values,
     loss_kind,
     share_collecting_hooks,
+    share_of_experts,
     tied_names,
 )
 from penstock.hugging_face.weights_in import PretrainedWeights
@@ -82,7 +83,7 @@ def from_transformers(
     # Each layer runs the model's own forward between two points.
     forward = CutForward(Template(model, plan.cut, share_collecting_hooks), plan.entry)
     constructors = _part_constructors(model, part_class(plan.entry.batch_signature), list(plan.segments))
-    expert_share = _share_of_experts(model.config)
+    expert_share = share_of_experts(model.config)
     block_weight = multiplications(model.get_submodule(plan.block), expert_share) or 1.0
 
     def weight(name: str, *modules: nn.Module) -> float:
@@ -246,13 +247,3 @@ def _lacks(weights: PretrainedWeights, part: CutPart, module: nn.Module) -> bool
     """Whether files have no value for a parameter that a submodule of a layer holds itself, as of fixed positions."""
     ids = {id(parameter) for parameter in module.parameters(recurse=False)}
     return any(name not in weights for name, parameter in part.named_parameters() if id(parameter) in ids)
-
-
-def _share_of_experts(config: Any) -> float:
-    """Return the fraction of a layer's experts that a token is sent to."""
-    num_experts = next((getattr(config, name) for name in EXPERTS if getattr(config, name, None)), 1)
-    return float((getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts)
-
-
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""The names that configs have for the number of experts of a layer."""

@@ -141,7 +141,7 @@ class PretrainedFormat(WeightFormat):
         return "model"
 
     def units(self, tensors: DtypesAndShapes) -> list[ConversionUnit]:
-        if is_quantized(self.model):
+        if is_quantized(self.model.config):
             raise CheckpointError(
                 f"{self.source_words}: the config of the model has a quantization_config, but its weights are not "
                 "quantized. Take a config.json without it"

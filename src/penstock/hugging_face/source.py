@@ -1,6 +1,5 @@
 """Where a model of transformers comes from: a folder, a config or a model, checked before any rank builds a layer."""
 
-import copy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,17 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, described
-from penstock.hugging_face.undocumented import class_of_config, device_map_of, made_of_config, parameters_on_meta
+from penstock.hugging_face.undocumented import (
+    checkpoints_gradients,
+    class_of_config,
+    copy_of_config,
+    device_map_of,
+    dtype_of_config,
+    is_quantized,
+    made_of_config,
+    parameters_on_meta,
+    state_names_of_class,
+)
 from penstock.models.cutting.points import saved_tensors
 
 KEY = "source"
@@ -84,11 +93,11 @@ def on_meta(
     config_words = "the config" if folder is None else str(folder / CONFIG)
     try:
         if folder is None:  # as a copy: which attention computes is a setting of the config object
-            config = source.__class__.from_dict(source.to_dict())
+            config = copy_of_config(source)
         else:
             config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _refuse_quantized(config, config_words)
-        settings = {"dtype": dtype or config.dtype or torch.get_default_dtype()}
+        settings: dict[str, Any] = {"dtype": dtype or dtype_of_config(config)}
         if attn_implementation is not None:
             settings["attn_implementation"] = attn_implementation
         with parameters_on_meta():
@@ -120,7 +129,7 @@ def checked(model: Any) -> Any:
             key=KEY,
         )
     _refuse_quantized(model.config, type(model).__name__)
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if checkpoints_gradients(model):
         raise ConfigError(
             "gradient_checkpointing_enable() was called, but a pipeline has recompute=True for it, an option of its "
             "schedule; call gradient_checkpointing_disable()",
@@ -155,18 +164,15 @@ def _refuse_layer_drop(model: Any) -> None:
 
 def names_beside_class(model: Any) -> list[str]:
     """Return the names of a model's state that its class would not have: `from_pretrained` makes the class alone."""
-    try:
-        with torch.device("meta"):
-            class_model = type(model)(copy.deepcopy(model.config))
-    except TypeError:  # a class of the user's own, which takes more than a config
+    class_names = state_names_of_class(model)
+    if class_names is None:  # a class of the user's own, which takes more than a config
         return []
-    class_state = class_model.state_dict()
-    return [name for name in saved_tensors(model) if name not in class_state]
+    return [name for name in saved_tensors(model) if name not in class_names]
 
 
 def _refuse_quantized(config: Any, where: str) -> None:
     """Refuse a config with quantized weights. Raises: ConfigError."""
-    if config.to_dict().get("quantization_config"):
+    if is_quantized(config):
         raise ConfigError(
             f"{where}: its weights are quantized (quantization_config), and such are not trained; give the model that "
             "it was made from",

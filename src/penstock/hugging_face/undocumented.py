@@ -1,6 +1,7 @@
 """Uses of transformers that its documentation does not promise: first values, losses, and tensors of files.
 
-Each function has a test in tests/hugging_face/test_undocumented.py that says which fact changed.
+Each function has a test in tests/hugging_face/test_undocumented.py, or test_undocumented_forwards.py beside it, that
+says which fact changed.
 
     file                                            model
     layers.0.block_sparse_moe.experts.0.w1.weight ┐
@@ -111,9 +112,9 @@ def missing_and_strange(model: Any, missing: Collection[str], strange: Collectio
     return info.missing_keys, info.unexpected_keys
 
 
-def is_quantized(model: Any) -> bool:
-    """Whether the files hold quantized weights, which a quantizer of transformers reads."""
-    return getattr(model.config, "quantization_config", None) is not None
+def is_quantized(config: Any) -> bool:
+    """Whether files of this config hold quantized weights, which a quantizer of transformers reads."""
+    return bool(config.to_dict().get("quantization_config"))
 
 
 def _flat(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -160,6 +161,16 @@ LARGE = 2**22
 """Elements of a large tensor; buffers without values, which a model fills later, are smaller."""
 
 
+def copy_of_config(config: Any) -> Any:
+    """Return a config of the same model, whose settings may be changed."""
+    return config.__class__.from_dict(config.to_dict())
+
+
+def dtype_of_config(config: Any) -> torch.dtype:
+    """Return the type of the parameters that a config names, else torch's default."""
+    return config.dtype or torch.get_default_dtype()
+
+
 def class_of_config(library: Any, config: Any) -> Any:
     """Return the class that `config.architectures` names, where it is one of transformers; else a causal one.
 
@@ -181,6 +192,43 @@ def made_of_config(library: Any, config: Any, **settings: Any) -> Any:
     return model_class.from_config(config, trust_remote_code=False, **settings)
 
 
+def state_names_of_class(model: Any) -> set[str] | None:
+    """Return the names of the state that the class of a model makes of its config; None if it takes more than that."""
+    try:
+        with torch.device("meta"):
+            return set(type(model)(deepcopy(model.config)).state_dict())
+    except TypeError:
+        return None
+
+
+def checkpoints_gradients(model: nn.Module) -> bool:
+    """Whether gradient_checkpointing_enable() was called: a setting of modules."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def forward_settings(model: Any) -> dict[str, Any]:
+    """Return the settings with which a forward fills no cache and returns a mapping, as far as it takes them.
+
+    Some forwards take them by **kwargs alone, and hand them to the model that they hold.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    # With a cache, transformers no longer sees where packed sequences end. The loss that balances experts is made of
+    # results of the blocks (balance.py), not in the model's forward.
+    wanted = {"use_cache": False, "return_dict": True, "output_router_logits": False}
+    passed_on = set()
+    if any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
+        has_cache = model.can_generate() or hasattr(model.config, "use_cache")
+        passed_on = {"return_dict", "use_cache"} if has_cache else {"return_dict"}
+    return {name: value for name, value in wanted.items() if name in parameters or name in passed_on}
+
+
+def output_of(output: Any) -> Any:
+    """Return the logits of an output, else the last hidden state, else the output as it is."""
+    if not isinstance(output, Mapping):
+        return output
+    return output.get("logits", output.get("last_hidden_state", output))
+
+
 def give_values(model: Any, modules: Sequence[nn.Module]) -> None:
     """Give first values to modules of which parameters have memory and no values, by the rules of their model.
 
@@ -193,7 +241,7 @@ def give_values(model: Any, modules: Sequence[nn.Module]) -> None:
 
 def collects_outputs(model: nn.Module) -> bool:
     """Whether modules of a model have hooks that collect outputs, as of hidden states, for the forward around them."""
-    return any(getattr(module, "_output_capturing_hooks_installed", False) for module in model.modules())
+    return any(vars(module).get("_output_capturing_hooks_installed", False) for module in model.modules())
 
 
 def collect_outputs(model: Any) -> None:
@@ -218,6 +266,54 @@ def router_class(model: Any) -> type[nn.Module] | None:
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     router = getattr(recorder, "target_class", recorder)
     return router if isinstance(router, type) and getattr(recorder, "index", 0) == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What the loss that balances experts is made of."""
+
+    router: type[nn.Module]
+    """The class of the routers."""
+    num_experts: int
+    top_k: int
+    """The number of experts that a token is sent to."""
+    weight: float
+    """The weight of the loss."""
+
+
+def routing_of(model: Any) -> Routing | None:
+    """Return what the loss of a model that balances its experts is made of; None where it has none that is known here.
+
+    The file of such a model has `load_balancing_loss_func`, which its forward adds to the loss.
+    """
+    router = router_class(model)
+    if router is None or not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+        return None
+    if not hasattr(model, "num_experts"):
+        return None
+    return Routing(router, int(model.num_experts), int(model.num_experts_per_tok), float(model.router_aux_loss_coef))
+
+
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""The names that configs have for the number of experts of a layer."""
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""The names that configs have for the number of experts that a token is sent to."""
+
+
+def share_of_experts(config: Any) -> float:
+    """Return the fraction of a layer's experts that a token is sent to; 1 where there are none.
+
+    In a config of several models, the experts are those of the language model. Some have a number for each layer.
+    """
+    settings = config.get_text_config().to_dict()  # attributes may refuse to be read where layers differ
+    num_experts, top_k = _largest(settings, NUM_EXPERTS), _largest(settings, TOP_K)
+    return top_k / num_experts if num_experts and top_k else 1.0
+
+
+def _largest(settings: Mapping[str, Any], names: Sequence[str]) -> int:
+    """Return the first of some settings that is there, the largest where layers have their own; 0 where none is."""
+    value = next((value for name in names if (value := settings.get(name))), 0)
+    return max(value) if isinstance(value, Sequence) else int(value)
 
 
 class LossKind(Enum):
@@ -253,8 +349,3 @@ _KIND_BY_FUNCTION = {
     "ForSequenceClassificationLoss": LossKind.CLASSES,
 }
 """The kinds of the functions that `loss_function` of a model is."""
-
-
-def has_balance_loss(model: Any) -> bool:
-    """Whether the file of a model has `load_balancing_loss_func`, which its forward adds to the loss."""
-    return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")

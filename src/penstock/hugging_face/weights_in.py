@@ -54,7 +54,7 @@ class PretrainedWeights:
         """
         shapes = {name: value.shape for name, value in model.state_dict().items()}
         weights = cls(folder, model, _ties=tied_names(model), _shapes=shapes)
-        if is_quantized(model):
+        if is_quantized(model.config):
             raise CheckpointError(
                 f"{folder}: its config.json has a quantization_config; expected unquantized weights. Save the model "
                 "dequantized, in bfloat16 for instance"
