@@ -97,3 +97,13 @@ def test_all_other_models_take_the_batch_by_name_on_every_stage_and_no_settings(
     for is_first in (True, False):
         call = PartCall(() if is_first else (torch.ones(2),), {"pixel_values": tokens}, is_first=is_first)
         assert entry.call(Own(), call)[2] is tokens
+
+
+def test_a_batch_that_lacks_what_a_block_needs_is_refused_by_its_name():
+    signature = BatchEntry(Own(), {"pixel_values": "tower.blocks.0"}).batch_signature
+    tokens = torch.ones(2, 5, dtype=torch.int64)
+
+    for batch in ({"input_ids": tokens}, {"input_ids": tokens, "pixel_values": None}):
+        with pytest.raises(ps.PenstockError, match=r"no 'pixel_values', without which .* leaves out 'tower.blocks.0'"):
+            signature.bind((), batch)
+    assert signature.bind((), {"pixel_values": tokens}) == ((), {"pixel_values": tokens})

@@ -1,11 +1,13 @@
 """How a stage calls the forward of a model of transformers, and what of its output the last stage returns."""
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.errors import PenstockError
 from penstock.hugging_face.trial_batch import TOKENS
 from penstock.hugging_face.undocumented import forward_settings, output_of
 from penstock.models.cutting.batch_signature import BatchSignature
@@ -39,15 +41,42 @@ class DecoderEntry:
 class BatchEntry:
     """The entry of all other models: every stage gets the whole batch by the names of the forward's arguments."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, block_by_keyword: Mapping[str, str] | None = None) -> None:
+        """`block_by_keyword` says of keywords of a batch which block the forward leaves out without them."""
         names = [name for name in inspect.signature(model.forward).parameters if _is_of_batch(name)]
-        self.batch_signature = BatchSignature(model, names)
+        self.batch_signature: BatchSignature = WholeBatchSignature(model, names, block_by_keyword or {})
         self._settings = forward_settings(model)
 
     def call(self, model: nn.Module, part_call: PartCall) -> Any:
         inputs = part_call.inputs if part_call.is_first else ()
         _, batch = self.batch_signature.bind(inputs, part_call.keywords)
         return output_of(model(**batch, **self._settings))
+
+
+class WholeBatchSignature(BatchSignature):
+    """The arguments of a forward that calls some blocks only if its batch has certain keywords, as those of images."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], block_by_keyword: Mapping[str, str]) -> None:
+        super().__init__(model, names)
+        self._block_by_keyword = block_by_keyword
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_first: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a batch as a layer takes it.
+
+        Raises:
+            PenstockError: an argument is missing, also one without which a block is left out; or as every signature.
+        """
+        positional, batch = super().bind(args, kwargs, is_first=is_first)
+        for name, block in self._block_by_keyword.items():
+            if batch.get(name) is None:
+                raise PenstockError(
+                    f"the batch has no {name!r}, without which the forward of {self._model} leaves out {block!r}, but "
+                    f"each block runs in every microbatch; give all batches {name!r}, or leave the list of this block "
+                    "whole, by chains= with the names of the others"
+                )
+        return positional, batch
 
 
 def _is_of_batch(name: str) -> bool:

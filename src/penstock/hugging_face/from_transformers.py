@@ -144,7 +144,11 @@ def _planned(model: Any, lists: list[str], example: Mapping[str, Any] | None, *,
     missing = [name for name in blocks if name not in order.names]
     repeated = [name for name in blocks if name in order.repeated_names]
     if order.error is not None or repeated or (missing and (example is None or len(missing) == len(blocks))):
-        raise _unlike_chains(model, order, missing[:1], repeated[:1], has_example=example is not None)
+        absent = [name for name in entry.batch_signature.parameters if name not in (example or {})]
+        raise _unlike_chains(model, order, missing[:1], repeated[:1], absent=None if example is None else absent)
+    called_lists = [name for name in lists if any(called.startswith(f"{name}.") for called in order.names)]
+    if called_lists != lists:  # the others stay whole, in modules that run before the first block
+        return _planned(model, called_lists, example, is_default=is_default)
     chains = called_chains(lists, order, is_default=is_default)
     cut = in_order_of_calls(cut, blocks, order)
     layers = layer_segments(segments(cut), chains)
@@ -165,7 +169,22 @@ def _tried_entry(model: Any, cut: CutModel, example: Mapping[str, Any] | None) -
         order = _order(model, cut, entry, PartCall((batch[TOKENS],), keywords, is_first=True))
         if order.error is None:
             return entry, order
-    return batch_entry, _order(model, cut, batch_entry, PartCall((), batch, is_first=True))
+    order = _order(model, cut, batch_entry, PartCall((), batch, is_first=True))
+    return BatchEntry(model, _block_by_keyword(model, cut, batch_entry, batch, order)), order
+
+
+def _block_by_keyword(
+    model: Any, cut: CutModel, entry: Entry, batch: Mapping[str, Any], order: CallOrder
+) -> dict[str, str]:
+    """Return the keywords of a batch without which the forward leaves out blocks, with the first of these blocks."""
+    block_by_keyword: dict[str, str] = {}
+    for keyword in batch if order.error is None else ():
+        further = {name: value for name, value in batch.items() if name != keyword}
+        order_without = _order(model, cut, entry, PartCall((), further, is_first=True))
+        left_out = [name for name in order.names if name in cut.points and name not in order_without.names]
+        if left_out and order_without.error is None:
+            block_by_keyword[keyword] = left_out[0]
+    return block_by_keyword
 
 
 def _is_decoder(model: Any) -> bool:
@@ -189,9 +208,12 @@ def _order(model: Any, cut: CutModel, entry: Entry, batch: PartCall) -> CallOrde
 
 
 def _unlike_chains(
-    model: Any, order: CallOrder, missing: list[str], repeated: list[str], *, has_example: bool
+    model: Any, order: CallOrder, missing: list[str], repeated: list[str], *, absent: list[str] | None
 ) -> ConfigError:
-    """Return what to tell a user where a run failed, did not come to all blocks, or came to one twice."""
+    """Return what to tell a user where a run failed, did not come to all blocks, or came to one twice.
+
+    `absent` names the arguments that an example does not have; it is None where there is no example.
+    """
     model_name = type(model).__name__
     if repeated:
         return ConfigError(
@@ -203,8 +225,8 @@ def _unlike_chains(
     if order.error is not None:
         reason = f"fails: {type(order.error).__name__}: {order.error}"
     example_words, fix = "a made-up batch", "Pass example=, one batch as the processor makes it"
-    if has_example:
-        example_words, fix = "the example", "Pass another example"
+    if absent is not None:
+        example_words, fix = "the example", f"Pass an example with all that it needs (absent: {', '.join(absent)})"
     return ConfigError(
         f"a trial run of {model_name} with {example_words} {reason}. {fix}, or name the lists of blocks to be cut at "
         "by chains=",
