@@ -19,7 +19,7 @@ from penstock.models.cutting.entry import Entry, PartCall
 from penstock.models.cutting.frame import Frame, Template
 from penstock.models.cutting.placeholders import copied
 from penstock.models.cutting.routes import Routes, are_equal, have_equal_values
-from penstock.models.cutting.state import changed_names
+from penstock.models.cutting.state import changed_names, fingerprint
 from penstock.models.cutting.trees import tensors_in
 from penstock.models.cutting.trial import Trial, modes_of
 from penstock.models.cutting.undocumented import version_of
@@ -37,7 +37,8 @@ class Trials:
         self.template, self._entry = template, entry
         self._frames: dict[torch.device, Frame] = {}
         self._keywords: Mapping[str, Any] = {}
-        """The keywords of the microbatch that ran last."""
+        """The keywords of the microbatch that ran last; kept, so that no other object gets an id of theirs."""
+        self._keyword_prints: dict[str, Any] = {}
         self._known_routes: dict[Any, Routes] = {}
         """The routes of this microbatch, by kind; where it has no keywords, those of all microbatches of a kind."""
         self._parts: set[str | None] = set()
@@ -55,9 +56,9 @@ class Trials:
                 repeat.
         """
         keywords = part_call.keywords
-        is_known = keywords.keys() == self._keywords.keys()
-        if not (is_known and all(value is self._keywords[name] for name, value in keywords.items())):
-            self._keywords = dict(keywords)
+        prints = {name: fingerprint(value) for name, value in keywords.items()}
+        if prints != self._keyword_prints:
+            self._keywords, self._keyword_prints = dict(keywords), prints
             self._known_routes.clear()
             self._parts.clear()
         # Each part asks once in a forward; one that asks again begins another forward, before which the owner may have
@@ -135,8 +136,11 @@ class Trials:
         python_state = _drawn_outside()
         buffers: dict[str, Any] = {}
         trial.at_first_point = lambda: buffers.update(frame.buffer_state())
+        is_graded = torch.is_grad_enabled()
         with (
             restored_generators(frame.device),
+            torch.inference_mode(False),  # in which changes in place are not counted
+            torch.set_grad_enabled(is_graded),
             frame.running(trial, trial.labels, {}, is_training=part_call.is_training) as model,
         ):
             trial.add_saved_tensors(frame.saved_tensors())
