@@ -46,7 +46,7 @@ class Host:
     """A frame in evaluation mode."""
 
     def __init__(self, run):
-        self.run = run
+        self.run, self.refusal = run, None
 
     def mode_of(self, owner):
         return False

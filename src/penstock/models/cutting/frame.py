@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import PenstockError
 from penstock.models.cutting.labels import Labels
 from penstock.models.cutting.placeholders import Placeholder
 from penstock.models.cutting.points import CutModel, tensor_of
@@ -65,6 +66,8 @@ class Frame:
         self.template, self.device = template, device
         self.run: Run | None = None
         """The run that is under way; None between runs."""
+        self.refusal: PenstockError | None = None
+        """The first error by which a stand-in has refused what the forward of this run does."""
         self._is_training = False
         self.stand_ins = {name: StandIn(name, placeholder, self) for name, placeholder in template.placeholders.items()}
         # deepcopy takes what `memo` has for an object in place of a copy.
@@ -93,8 +96,12 @@ class Frame:
     def running(
         self, run: Run, labels: Labels, tensors: Mapping[str, Tensor], *, is_training: bool
     ) -> Iterator[nn.Module]:
-        """Let the model's forward run inside; `tensors` take the places of parameters and buffers around the points."""
-        self._is_training = is_training
+        """Let the model's forward run inside; `tensors` take the places of parameters and buffers around the points.
+
+        Raises:
+            PenstockError: a stand-in or an operator has refused something, and the forward has caught that error.
+        """
+        self._is_training, self.refusal = is_training, None
         for stand_in in self.stand_ins.values():
             stand_in.begin_run()
         for path, module in self._modules:
@@ -112,6 +119,9 @@ class Frame:
             self.run = None  # it holds what arrived
             for skip in self.template.skips:
                 skip.end_skips()
+        refusal = labels.refusal or self.refusal
+        if refusal is not None:
+            raise refusal
 
     def buffer_state(self) -> dict[str, Any]:
         """Return the fingerprints of the saved buffers around the points."""

@@ -73,6 +73,8 @@ class Labels(LabelTable, TorchFunctionMode):
         super().__init__()
         self._watch, self._device = watch, device
         self._num_draws = 0
+        self.refusal: PenstockError | None = None
+        """The first error by which an operator was refused, which the forward may have caught."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -84,7 +86,14 @@ class Labels(LabelTable, TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._follow(func, args, kwargs or {})
+        except PenstockError as error:
+            self.refusal = self.refusal or error
+            raise
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of the forward, or of what it calls."""
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._read_attribute(func, args, kwargs)

@@ -1,6 +1,7 @@
 """`StandIn`: takes the place of a submodule in a frame, and asks the run that is under way what it returns."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -43,9 +44,26 @@ class Host(Protocol):
 
     run: Run | None
     """The run that is under way; None between runs."""
+    refusal: PenstockError | None
+    """The first error by which a stand-in has refused what the forward does."""
 
     def mode_of(self, owner: nn.Module) -> bool:
         """Return whether a submodule of another part is in training mode."""
+
+
+def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Note a refusal, which a forward with `except Exception` would take for an error of its own."""
+
+    @wraps(method)
+    def noted_method(self: "StandIn", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except PenstockError as error:
+            host = self._target[2]
+            host.refusal = host.refusal or error
+            raise
+
+    return noted_method
 
 
 class StandIn(nn.Module):
@@ -120,6 +138,7 @@ class StandIn(nn.Module):
             return written[name]
         return super().__getattribute__(name)
 
+    @_noted
     def __getattr__(self, name: str) -> Any:
         module_name, placeholder, host = self._target
         if name in self._written:  # deleted, though its owner has it
@@ -143,6 +162,7 @@ class StandIn(nn.Module):
         run.note_read(module_name, name)
         return value
 
+    @_noted
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute as the forward does; it is read again until the run ends."""
         module_name, placeholder, host = self._target
@@ -154,6 +174,7 @@ class StandIn(nn.Module):
     def __delattr__(self, name: str) -> None:
         setattr(self, name, DELETED)
 
+    @_noted
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         name, placeholder, host = self._target
         if host.run is None:
