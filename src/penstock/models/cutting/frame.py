@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 from penstock.models.cutting.labels import Labels
 from penstock.models.cutting.placeholders import Placeholder
 from penstock.models.cutting.points import CutModel, tensor_of
-from penstock.models.cutting.stand_in import Run, StandIn, bare_parameter
+from penstock.models.cutting.stand_in import Run, bare_parameter, stand_in_for
 from penstock.models.cutting.state import changed_names, fingerprint, module_state
 from penstock.models.cutting.undocumented import own_tensors_of
 from penstock.models.skip import Skip
@@ -69,7 +69,9 @@ class Frame:
         self.refusal: PenstockError | None = None
         """The first error by which a stand-in has refused what the forward of this run does."""
         self._is_training = False
-        self.stand_ins = {name: StandIn(name, placeholder, self) for name, placeholder in template.placeholders.items()}
+        self.stand_ins = {
+            name: stand_in_for(name, placeholder, self) for name, placeholder in template.placeholders.items()
+        }
         # deepcopy takes what `memo` has for an object in place of a copy.
         memo: dict[int, Any] = {id(module): self.stand_ins[name] for name, module in template.modules.items()}
         memo |= {id(tensor): bare_parameter(tensor) for tensor in self._saved_tensors(template.model).values()}

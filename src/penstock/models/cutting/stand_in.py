@@ -1,7 +1,7 @@
 """`StandIn`: takes the place of a submodule in a frame, and asks the run that is under way what it returns."""
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +66,31 @@ def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
     return noted_method
 
 
+class StandInType(type):
+    """The type of stand-ins for modules of one class: its name and comparisons are those of this class."""
+
+    owner_type: type
+
+    def __eq__(cls, other: object) -> bool:
+        """Whether the other one is this type, or the class of the module, as in `type(block) == Block`."""
+        return other is cls or other is cls.owner_type
+
+    def __hash__(cls) -> int:  # type: ignore[override]
+        """Return the hash of the class of the module, for dicts by class."""
+        return hash(cls.owner_type)
+
+
+def stand_in_for(name: str, placeholder: Placeholder, host: Host) -> "StandIn":
+    """Return a stand-in for a submodule, of the type for its class."""
+    stand_in: StandIn = _type_for(type(placeholder.owner))(name, placeholder, host)
+    return stand_in
+
+
+@cache
+def _type_for(owner_type: type) -> Any:
+    return StandInType(owner_type.__name__, (StandIn,), {"owner_type": owner_type, "__module__": owner_type.__module__})
+
+
 class StandIn(nn.Module):
     """Takes the place of a submodule; has its class, its submodules and its attributes."""
 
@@ -113,7 +138,8 @@ class StandIn(nn.Module):
         for child_name, module in placeholder.module.named_children():
             if child_name not in self._nested:
                 full_name = f"{name}.{child_name}"
-                self._nested[child_name] = StandIn(full_name, Placeholder(full_name, owners[child_name], module), host)
+                placeholder_of_child = Placeholder(full_name, owners[child_name], module)
+                self._nested[child_name] = stand_in_for(full_name, placeholder_of_child, host)
         nested: dict[str, Any] = self._nested
         return nested
 
