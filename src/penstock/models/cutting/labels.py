@@ -36,9 +36,11 @@ LIKE_SECOND = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 FORMS = {
     *("untyped_storage", "storage", "data_ptr", "storage_offset", "dim", "ndimension", "size", "numel", "nelement"),
     *("stride", "is_contiguous", "is_floating_point", "is_complex", "is_inference", "element_size", "__len__"),
-    *("requires_grad_", "register_hook", "retain_grad", "has_names"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "has_names"),
 }
 """Functions that say or set what a tensor is besides its values."""
+HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+"""Functions that change the gradients of a tensor."""
 PRODUCTS = {
     *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"),
     *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
@@ -97,6 +99,8 @@ class Labels(LabelTable, TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._read_attribute(func, args, kwargs)
+        if name in HOOKS or (name == "__set__" and getattr(func.__self__, "__name__", "") in ("data", "grad")):
+            self._refuse_hidden_change(func, name, args)
         if name in FORMS:
             return func(*args, **kwargs)
         if is_draw(name, args, kwargs):
@@ -212,6 +216,22 @@ class Labels(LabelTable, TorchFunctionMode):
             self._watch.use_labels(labels)
             self.set_labels(value, labels)
         return value
+
+    def _refuse_hidden_change(self, func: Any, name: str, args: Any) -> None:
+        """Refuse what changes a tensor past its operators, where parts would differ in it. Raises: PenstockError."""
+        labels = self.labels_of(args)
+        if labels and name in HOOKS:
+            raise PenstockError(
+                f"{self._watch.place}, {name}() is called on a tensor that follows from {maker_of(min(labels))!r}, but "
+                "each stage has a part of its gradient alone; register the hook in a submodule that is a point of the "
+                "cut, or use a torch.autograd.Function"
+            )
+        if labels:
+            attribute = func.__self__.__name__
+            raise PenstockError(
+                f"{self._watch.place}, the forward sets .{attribute} of a tensor by what follows from "
+                f"{maker_of(min(labels))!r}, which is not followed; compute a new tensor"
+            )
 
     def _like_second(self, name: str, tensor: Tensor, like: Any, **kwargs: Any) -> Any:
         if name in ("to", "type_as"):
