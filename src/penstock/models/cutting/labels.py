@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.draws import draws_in_place, is_draw
+from penstock.models.cutting.draws import PAIRS, draws_in_place, is_draw
 from penstock.models.cutting.label_table import NO_LABELS, LabelTable
 from penstock.models.cutting.trees import map_tensors, tensors_in
 from penstock.models.cutting.undocumented import version_of
@@ -96,7 +96,7 @@ class Labels(LabelTable, TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator of the forward, or of what it calls."""
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # an overload of torch.ops is called `rand_like.default`
         if name == "__get__":
             return self._read_attribute(func, args, kwargs)
         if name in HOOKS or (name == "__set__" and getattr(func.__self__, "__name__", "") in ("data", "grad")):
@@ -168,6 +168,11 @@ class Labels(LabelTable, TorchFunctionMode):
 
     def _draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Label a random draw as a leaf: one process draws once, so one part draws, and the others get its result."""
+        if name in PAIRS:
+            raise PenstockError(
+                f"{self._watch.place}, {name}() draws two tensors, which are not followed; draw by "
+                "torch.nn.functional.dropout or torch.bernoulli"
+            )
         labels = self.labels_of((args, kwargs))
         if labels:
             self._watch.use_labels(labels)
@@ -187,7 +192,9 @@ class Labels(LabelTable, TorchFunctionMode):
 
         output, has_values = self._watch.draw(label, compute)
         if draws_in_place(name, args, kwargs):
-            return self._drawn_in_place(args[0], output, label, has_values=has_values)
+            # Functions of torch.nn.init get it by name.
+            target = next(tensors_in((kwargs["out"] if kwargs.get("out") is not None else args, kwargs)))
+            return self._drawn_in_place(target, output, label, has_values=has_values)
         if has_values:
             return output
         output = output if output.is_meta else output.to("meta")
@@ -199,7 +206,9 @@ class Labels(LabelTable, TorchFunctionMode):
             target.copy_(output)
         if not has_values:
             self.note_change(target, NO_LABELS)
+            earlier_labels = self.labels_of(target)  # of what lies beside it in its memory, where it is a view
             self.add_leaf(target, label)
+            self.add_labels(target, earlier_labels)
         return target
 
     def _read_attribute(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -75,19 +75,20 @@ class StandInType(type):
         """Whether the other one is this type, or the class of the module, as in `type(block) == Block`."""
         return other is cls or other is cls.owner_type
 
-    def __hash__(cls) -> int:  # type: ignore[override]
+    def __hash__(cls) -> int:
         """Return the hash of the class of the module, for dicts by class."""
         return hash(cls.owner_type)
 
 
 def stand_in_for(name: str, placeholder: Placeholder, host: Host) -> "StandIn":
     """Return a stand-in for a submodule, of the type for its class."""
-    stand_in: StandIn = _type_for(type(placeholder.owner))(name, placeholder, host)
+    owner_type: Any = type(placeholder.owner)
+    stand_in: StandIn = _type_for(owner_type)(name, placeholder, host)
     return stand_in
 
 
 @cache
-def _type_for(owner_type: type) -> Any:
+def _type_for(owner_type: Any) -> Any:
     return StandInType(owner_type.__name__, (StandIn,), {"owner_type": owner_type, "__module__": owner_type.__module__})
 
 

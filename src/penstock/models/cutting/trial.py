@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.labels import DRAW, Labels
+from penstock.models.cutting.draws import UnknownDraws
+from penstock.models.cutting.labels import Labels
 from penstock.models.cutting.placeholders import Placeholder, without_values
 from penstock.models.cutting.points import first_argument
 from penstock.models.cutting.routes import PointRoute, Routes, carry, form_of, short_points
@@ -44,6 +45,8 @@ class Trial:
     place: str = field(init=False)
     """The code that runs now, for messages."""
     segment: int = 0
+    unknown_draws: UnknownDraws = field(default_factory=UnknownDraws)
+    """Finds draws that are not followed."""
     _points: list[PointRoute] = field(default_factory=list)
     _needs: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _made_in: dict[str, int] = field(default_factory=dict)
@@ -72,11 +75,6 @@ class Trial:
         self._made_in[name] = 0
         return bare
 
-    @property
-    def has_draws(self) -> bool:
-        """Whether random draws between the submodules were followed."""
-        return any(label.startswith(DRAW) for label in self._made_in)
-
     def finish(self, output: Any) -> Routes:
         """Return what was found; `output` is that of the forward. Raises: PenstockError."""
         self.use_labels(self.labels.labels_of(output))
@@ -101,7 +99,8 @@ class Trial:
     def draw(self, label: str, compute: Callable[[], Any]) -> tuple[Any, bool]:
         """Note a random draw of the current segment."""
         self._made_in[label] = self.segment
-        return compute(), False
+        with self.unknown_draws.expected():
+            return compute(), False
 
     # ---- what stand-ins are asked
 
@@ -132,7 +131,7 @@ class Trial:
             self.use_labels(self.labels.labels_of((args, kwargs)))
         label = f"{name}#{self._num_calls[name]}"
         self._num_calls[name] += 1
-        with self.labels.paused():
+        with self.labels.paused(), self.unknown_draws.expected():
             output = placeholder.output(method, args, kwargs, is_training=self.is_training)
         return self._labelled(name, label, output, (args, kwargs))
 

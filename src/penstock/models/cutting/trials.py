@@ -149,10 +149,9 @@ class Trials:
             frame.running(trial, trial.labels, {}, is_training=part_call.is_training) as model,
         ):
             trial.add_saved_tensors(frame.saved_tensors())
-            generator_state = torch.get_rng_state()
-            output = self._call(model, replace(part_call, run=trial))
+            with trial.unknown_draws:
+                output = self._call(model, replace(part_call, run=trial))
             changed_buffers = changed_names(buffers, frame.buffer_state() if buffers else {})
-            has_drawn = not torch.equal(generator_state, torch.get_rng_state())
         routes = trial.finish(output)
         if changed_buffers:
             raise PenstockError(
@@ -164,11 +163,13 @@ class Trials:
                 f"the forward of {self.template.name} changes an argument of the batch in place, and "
                 "each stage would change it again; let it change a clone()"
             )
-        if _drawn_outside() != python_state or (has_drawn and not trial.has_draws):
+        drawn_by = trial.unknown_draws.name or (
+            "Python's or NumPy's random" if _drawn_outside() != python_state else ""
+        )
+        if drawn_by:
             raise PenstockError(
-                f"the forward of {self.template.name} draws random numbers between its submodules by Python's or "
-                "NumPy's random, or by an operator that is not followed, as for a layer drop, so that each stage would "
-                "draw others; draw by torch, as torch.rand does"
+                f"the forward of {self.template.name} draws random numbers between its submodules by {drawn_by}, which "
+                "is not followed, so that each stage would draw others; draw by a function of torch, as torch.rand is"
             )
         return routes, {name: copied(frame.value(name)) for name in frame.changed_names()}
 
