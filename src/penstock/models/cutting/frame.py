@@ -49,8 +49,26 @@ class Template:
             name: Placeholder(name, module, is_point=name in self.positions) for name, module in self.modules.items()
         }
         self.saved_names = frozenset(cut.tensors)
+        self._held = self._current_items()
         modules = [module for placeholder in self.placeholders.values() for module in placeholder.module.modules()]
         self.skips = [module for module in modules if isinstance(module, Skip)]
+
+    def require_held_items(self) -> None:
+        """Refuse a model whose owner has replaced what its parts hold. Raises: PenstockError."""
+        for name, item in self._current_items().items():
+            held_item = self._held[name]
+            if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and _have_equal_values(item, held_item):
+                self._held[name] = item  # a buffer that moved to a device, as model.to() makes a new one
+            elif item is not held_item:
+                raise PenstockError(
+                    f"{name!r} of {self.name} was {'removed' if item is None else 'replaced'} after the cut, and its "
+                    "layers go on with the earlier one; cut the model again, or change it in place, as "
+                    "load_state_dict() does without assign=True"
+                )
+
+    def _current_items(self) -> dict[str, nn.Module | Tensor | None]:
+        """Return the submodules and tensors that parts hold, as the model has them now; None for one that is gone."""
+        return {name: _item_of(self.model, name) for name in (*self.modules, *self.cut.tensors)}
 
     def state(self) -> dict[str, Any]:
         """Return the fingerprints of what the owner may change around the points."""
@@ -183,6 +201,15 @@ class _SkipValues:
         return self._values[name]
 
 
+def _item_of(model: nn.Module, name: str) -> Any:
+    """Return a submodule or tensor by its full name; None where it is not there."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(path), attribute, None)
+    except AttributeError:
+        return None
+
+
 def _around(model: nn.Module, hidden: frozenset[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model, each once, by name, without the hidden ones and what these hold."""
     known = set(hidden)
@@ -195,6 +222,11 @@ def _around(model: nn.Module, hidden: frozenset[int]) -> Iterator[tuple[str, nn.
                 yield from walk(f"{path}.{name}" if path else name, child)
 
     return walk("", model)
+
+
+def _have_equal_values(buffer: Tensor, other: Any) -> bool:
+    is_alike = isinstance(other, Tensor) and (buffer.shape, buffer.dtype) == (other.shape, other.dtype)
+    return buffer is other or (is_alike and not buffer.is_meta and torch.equal(buffer.cpu(), other.cpu()))
 
 
 def _has_graph(value: Any) -> bool:

@@ -96,7 +96,8 @@ class Trials:
             self._frames.pop(frame.device, None)
 
     def _follow_owner(self) -> None:
-        """Copy the modules around the points anew if the owner has changed something there."""
+        """Copy the modules around the points anew if the owner has changed something there. Raises: PenstockError."""
+        self.template.require_held_items()
         source_state = self.template.state()
         if source_state != self._source_state:
             self._source_state = source_state
