@@ -203,14 +203,16 @@ class Trial:
         """Label the tensors of an output that are not among the inputs; return the output."""
         input_ids = set(map(id, tensors_in(inputs)))
         tensors = list(tensors_in(output))
-        self._shapes[label] = tuple(tuple(tensor.shape) for tensor in tensors)
+        with self.labels.paused():  # the forward has not asked for them
+            self._shapes[label] = tuple(tuple(tensor.shape) for tensor in tensors)
+            types = [tensor.dtype for tensor in tensors]
         labels: list[str | None] = []
         for index, tensor in enumerate(tensors):
             labels.append(None if id(tensor) in input_ids else f"{label}.{index}")
             if id(tensor) not in input_ids:
                 self.labels.add_leaf(tensor, f"{label}.{index}")
                 self._made_in[f"{label}.{index}"] = self.segment
-                self._types[f"{label}.{index}"] = tensor.dtype
+                self._types[f"{label}.{index}"] = types[index]
         if name in self.positions:
             self._points[-1].output_labels = tuple(labels)
         return output
