@@ -59,10 +59,11 @@ class UnknownDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_expected = was_expected
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
+        name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and not (self._is_expected or name.startswith(ATTENTION)):
-            self.name = name.partition(".")[0]
-        return func(*args, **(kwargs or {}))
+            has_dropout = name in DROPOUTS or name == "scaled_dot_product_attention"  # as under inference mode
+            self.name = name if not has_dropout or is_draw(name, args, kwargs) else self.name
+        return func(*args, **kwargs)
 
 
 def is_draw(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
