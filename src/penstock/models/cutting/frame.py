@@ -8,6 +8,7 @@ them. What stand-ins return is on the meta device, and followed by labels (label
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,14 @@ class Template:
             name: Placeholder(name, module, is_point=name in self.positions) for name, module in self.modules.items()
         }
         self.saved_names = frozenset(cut.tensors)
+        self.parameters = {id(item): (weakref.ref(item), name) for name, item in model.named_parameters()}
+        """A weak reference and the name of each parameter of the model, by id."""
+        self.bare_parameters = {
+            id(parameter): bare
+            for name, module in self.modules.items()
+            for parameter, bare in zip(module.parameters(), self.placeholders[name].module.parameters(), strict=True)
+        }
+        """Parameters without values in the places of those of submodules, by the ids of these."""
         self._held = self._current_items()
         modules = [module for placeholder in self.placeholders.values() for module in placeholder.module.modules()]
         self.skips = [module for module in modules if isinstance(module, Skip)]
@@ -92,6 +101,7 @@ class Frame:
         }
         # deepcopy takes what `memo` has for an object in place of a copy.
         memo: dict[int, Any] = {id(module): self.stand_ins[name] for name, module in template.modules.items()}
+        memo |= template.bare_parameters  # as in a list of parameters that the model keeps
         memo |= {id(tensor): bare_parameter(tensor) for tensor in self._saved_tensors(template.model).values()}
         for _, module in _around(template.model, frozenset(map(id, template.modules.values()))):
             memo |= {id(value): value.detach().clone() for value in vars(module).values() if _has_graph(value)}

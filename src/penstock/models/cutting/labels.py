@@ -10,7 +10,7 @@ on. Values with labels are not there: they are on the meta device, where operato
 graphs without values and at no cost. Values without labels follow from the batch, and are computed as they are.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -77,6 +77,9 @@ class Labels(LabelTable, TorchFunctionMode):
         self._num_draws = 0
         self.refusal: PenstockError | None = None
         """The first error by which an operator was refused, which the forward may have caught."""
+        self.owner_parameters: Mapping[int, tuple[Any, str]] = {}
+        """Parameters that the forward may not use, since its modules here have others: a weak reference and the name
+        of each, by id."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -103,6 +106,8 @@ class Labels(LabelTable, TorchFunctionMode):
             self._refuse_hidden_change(func, name, args)
         if name in FORMS:
             return func(*args, **kwargs)
+        if self.owner_parameters:
+            self._refuse_owner_parameters(args, kwargs)
         if is_draw(name, args, kwargs):
             return self._draw(func, name, args, kwargs)
         labels = self.labels_of((args, kwargs))
@@ -225,6 +230,17 @@ class Labels(LabelTable, TorchFunctionMode):
             self._watch.use_labels(labels)
             self.set_labels(value, labels)
         return value
+
+    def _refuse_owner_parameters(self, args: Any, kwargs: Any) -> None:
+        """Refuse parameters that come past the attributes of modules. Raises: PenstockError."""
+        for tensor in tensors_in((args, kwargs)):
+            reference, name = self.owner_parameters.get(id(tensor), (None, ""))
+            if reference is not None and reference() is tensor:
+                raise PenstockError(
+                    f"{self._watch.place}, the forward uses the parameter {name!r} by a function or weak reference "
+                    "that holds the model or the parameter itself, which other stages do not train; read it from "
+                    "self in a method of the model"
+                )
 
     def _refuse_hidden_change(self, func: Any, name: str, args: Any) -> None:
         """Refuse what changes a tensor past its operators, where parts would differ in it. Raises: PenstockError."""

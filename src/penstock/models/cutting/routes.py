@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.label_table import LabelTable
+from penstock.models.cutting.label_table import UNKNOWN, LabelTable
 from penstock.models.cutting.trees import items_in, map_items
 from penstock.models.cutting.undocumented import version_of
 
@@ -148,6 +148,12 @@ def carry(
         for label in labels:
             if made_in.get(label, segment + 1) > segment:
                 place = f"behind {points[segment - 1].name!r}" if segment else "before its first point"
+                if label == UNKNOWN:
+                    raise PenstockError(
+                        f"the forward computes {place} with a parameter of a submodule that it does not read from "
+                        "there, or by what is not followed, such as torch.func, TorchScript or sparse tensors; compute "
+                        "it within a submodule that is a point of the cut"
+                    )
                 raise PenstockError(
                     f"the forward needs {label!r} {place}, where no layer has it yet; use the parameters of a "
                     "submodule within it, or name the points in the order of calls"

@@ -176,7 +176,9 @@ class Trials:
 
     def _new_trial(self, frame: Frame, part_call: PartCall) -> Trial:
         template = self.template
-        return Trial(template.positions, frame.device, part_call.is_training, template.modules, template.name)
+        trial = Trial(template.positions, frame.device, part_call.is_training, template.modules, template.name)
+        trial.labels.owner_parameters = template.parameters
+        return trial
 
     def _call(self, model: nn.Module, part_call: PartCall) -> Any:
         try:
