@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.models.cutting.undocumented import KernelMode
 
 DRAWS = frozenset(
     (
@@ -40,11 +41,11 @@ ATTENTION = ("_scaled_dot_product", "_flash", "_efficient", "_cudnn_rnn", "miope
 """How operators begin that draw for a dropout alone; torch marks them all as drawing."""
 
 
-class UnknownDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class UnknownDraws(KernelMode):  # type: ignore[misc]
     """Finds kernels that draw random numbers, also those that no function of torch shows, on this thread alone."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.name = ""
         """The name of one that has drawn and was not expected."""
         self._is_expected = False

@@ -103,11 +103,11 @@ class Labels(LabelTable, TorchFunctionMode):
         if name == "__get__":
             return self._read_attribute(func, args, kwargs)
         if name in HOOKS or (name == "__set__" and getattr(func.__self__, "__name__", "") in ("data", "grad")):
-            self._refuse_hidden_change(func, name, args)
+            refuse_hidden_change(func, self.labels_of(args), self._watch.place)
         if name in FORMS:
             return func(*args, **kwargs)
         if self.owner_parameters:
-            self._refuse_owner_parameters(args, kwargs)
+            refuse_parameters(self.owner_parameters, (args, kwargs), self._watch.place)
         if is_draw(name, args, kwargs):
             return self._draw(func, name, args, kwargs)
         labels = self.labels_of((args, kwargs))
@@ -231,33 +231,6 @@ class Labels(LabelTable, TorchFunctionMode):
             self.set_labels(value, labels)
         return value
 
-    def _refuse_owner_parameters(self, args: Any, kwargs: Any) -> None:
-        """Refuse parameters that come past the attributes of modules. Raises: PenstockError."""
-        for tensor in tensors_in((args, kwargs)):
-            reference, name = self.owner_parameters.get(id(tensor), (None, ""))
-            if reference is not None and reference() is tensor:
-                raise PenstockError(
-                    f"{self._watch.place}, the forward uses the parameter {name!r} by a function or weak reference "
-                    "that holds the model or the parameter itself, which other stages do not train; read it from "
-                    "self in a method of the model"
-                )
-
-    def _refuse_hidden_change(self, func: Any, name: str, args: Any) -> None:
-        """Refuse what changes a tensor past its operators, where parts would differ in it. Raises: PenstockError."""
-        labels = self.labels_of(args)
-        if labels and name in HOOKS:
-            raise PenstockError(
-                f"{self._watch.place}, {name}() is called on a tensor that follows from {maker_of(min(labels))!r}, but "
-                "each stage has a part of its gradient alone; register the hook in a submodule that is a point of the "
-                "cut, or use a torch.autograd.Function"
-            )
-        if labels:
-            attribute = func.__self__.__name__
-            raise PenstockError(
-                f"{self._watch.place}, the forward sets .{attribute} of a tensor by what follows from "
-                f"{maker_of(min(labels))!r}, which is not followed; compute a new tensor"
-            )
-
     def _like_second(self, name: str, tensor: Tensor, like: Any, **kwargs: Any) -> Any:
         if name in ("to", "type_as"):
             return tensor.to(self._device, like.dtype, **kwargs)
@@ -281,6 +254,33 @@ def decides_by_value(name: str, labels: Collection[str], place: str) -> str:
         f"{place}, the forward decides by the value of a tensor ({name}) that a layer of another stage computes or "
         f"draws, {maker_of(label)!r}; {fix}"
     )
+
+
+def refuse_parameters(names: Mapping[int, tuple[Any, str]], value: Any, place: str) -> None:
+    """Refuse parameters that come past the attributes of modules. Raises: PenstockError."""
+    for tensor in tensors_in(value):
+        reference, name = names.get(id(tensor), (None, ""))
+        if reference is not None and reference() is tensor:
+            raise PenstockError(
+                f"{place}, the forward uses the parameter {name!r} by a function or weak reference that holds the "
+                "model or the parameter itself, which other stages do not train; read it from self in a method of the "
+                "model"
+            )
+
+
+def refuse_hidden_change(func: Any, labels: Collection[str], place: str) -> None:
+    """Refuse what changes a tensor past its operators, where parts would differ in it. Raises: PenstockError."""
+    if labels and func.__name__ in HOOKS:
+        raise PenstockError(
+            f"{place}, {func.__name__}() is called on a tensor that follows from {maker_of(min(labels))!r}, but each "
+            "stage has a part of its gradient alone; register the hook in a submodule that is a point of the cut, or "
+            "use a torch.autograd.Function"
+        )
+    if labels:
+        raise PenstockError(
+            f"{place}, the forward sets .{func.__self__.__name__} of a tensor by what follows from "
+            f"{maker_of(min(labels))!r}, which is not followed; compute a new tensor"
+        )
 
 
 def maker_of(label: str) -> str:

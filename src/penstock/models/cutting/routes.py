@@ -21,6 +21,8 @@ from penstock.models.cutting.label_table import UNKNOWN, LabelTable
 from penstock.models.cutting.trees import items_in, map_items
 from penstock.models.cutting.undocumented import version_of
 
+BEGIN = "before its first point"
+
 
 class LeafRef:
     """Stands in a tree for a leaf that comes from another part, by its label."""
@@ -147,22 +149,25 @@ def carry(
     for segment, labels in needs.items():
         for label in labels:
             if made_in.get(label, segment + 1) > segment:
-                place = f"behind {points[segment - 1].name!r}" if segment else "before its first point"
-                if label == UNKNOWN:
-                    raise PenstockError(
-                        f"the forward computes {place} with a parameter of a submodule that it does not read from "
-                        "there, or by what is not followed, such as torch.func, TorchScript or sparse tensors; compute "
-                        "it within a submodule that is a point of the cut"
-                    )
-                raise PenstockError(
-                    f"the forward needs {label!r} {place}, where no layer has it yet; use the parameters of a "
-                    "submodule within it, or name the points in the order of calls"
-                )
+                raise PenstockError(_lack(label, f"behind {points[segment - 1].name!r}" if segment else BEGIN))
     open_labels: set[str] = set()
     for position in reversed(range(len(points))):
         point, segment = points[position], position + 1
         open_labels = {label for label in open_labels | needs.get(segment, set()) if made_in[label] < segment}
         point.carried = tuple(sorted(open_labels - ({point.input_label} - changed)))
+
+
+def _lack(label: str, place: str) -> str:
+    if label == UNKNOWN:
+        return (
+            f"the forward computes {place} with a parameter of a submodule that it does not read from there, or by "
+            "what is not followed, such as torch.func, TorchScript or sparse tensors; compute it within a submodule "
+            "that is a point of the cut"
+        )
+    return (
+        f"the forward needs {label!r} {place}, where no layer has it yet; use the parameters of a submodule within it, "
+        "or name the points in the order of calls"
+    )
 
 
 def short_points(points: Sequence[PointRoute], changed: set[str], written: set[str]) -> frozenset[str]:

@@ -1,8 +1,13 @@
-"""Uses of torch that it does not document: changes in place, identities of memory, compiled modules, buffers."""
+"""Uses of torch that it does not document: changes in place, memory, compiled modules, buffers, kernels."""
 
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage, nn
+
+KernelMode: Any = attrgetter("utils._python_dispatch.TorchDispatchMode")(torch)
+"""A context in which each kernel that runs on this thread goes through `__torch_dispatch__`."""
 
 
 def version_of(tensor: Tensor) -> int:
