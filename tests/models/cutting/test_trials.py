@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.errors import PenstockError
 from penstock.models.cutting.cut import cut
 from tests.models.cutting.test_part import run
@@ -177,3 +178,36 @@ def test_a_batch_that_is_changed_in_place_between_forwards_is_looked_at_again():
     for value in (1.0, 2.0):
         mask.fill_(value)
         assert torch.equal(run(parts, rows=ROWS, mask=mask), model(ROWS, mask))
+
+
+class Losing(Model):
+    def __init__(self):
+        super().__init__()
+        self.aux = ps.AuxiliaryLoss("balance")
+
+    def begin(self, hidden):
+        self.aux.add(hidden.mean())
+        return hidden
+
+
+def test_an_auxiliary_loss_around_the_points_is_refused_with_its_place():
+    with pytest.raises(PenstockError, match=r"ps.AuxiliaryLoss 'balance' around its points"):
+        run(cut(Losing(), ["blocks.*"]), rows=ROWS)
+
+
+def test_a_forward_runs_after_one_that_an_error_has_ended():
+    class Failing(Stashing):
+        fails = False
+
+        def factor(self, hidden):
+            if self.fails:
+                raise ValueError("on the way")
+            return super().factor(hidden)
+
+    model = Failing()
+    parts = cut(model, ["blocks.*"])
+    model.fails = True
+    with pytest.raises(PenstockError, match="on the way"):
+        run(parts, rows=ROWS)
+    model.fails = False
+    assert torch.equal(run(parts, rows=ROWS), model(ROWS))
