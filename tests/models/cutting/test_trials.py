@@ -211,3 +211,48 @@ def test_a_forward_runs_after_one_that_an_error_has_ended():
         run(parts, rows=ROWS)
     model.fails = False
     assert torch.equal(run(parts, rows=ROWS), model(ROWS))
+
+
+class Accumulating(Model):
+    def __init__(self):
+        super().__init__()
+        self.memory = torch.zeros(4)
+
+    def factor(self, hidden):
+        self.memory.add_(hidden.detach().mean(0))
+        return self.memory
+
+
+def test_a_tensor_that_gets_values_of_submodules_in_place_is_refused():
+    with pytest.raises(PenstockError, match="changes 'memory' for later forwards"):
+        run(cut(Accumulating(), ["blocks.*"]), rows=ROWS)
+
+
+class Hooked(Model):
+    """Puts hooks on its blocks while it runs."""
+
+    def __init__(self, register="register_forward_hook"):
+        super().__init__()
+        self.register = register
+
+    def forward(self, rows):
+        kept = []
+
+        def keep(module, args, *output):
+            kept.append(args[0])
+            return output[0] * 1.5 if output else None
+
+        handles = [getattr(block, self.register)(keep) for block in self.blocks]
+        output = super().forward(rows)
+        for handle in handles:
+            handle.remove()
+        return output + kept[0].sum()
+
+
+def test_hooks_that_a_forward_puts_on_its_blocks_run_once_in_each_forward():
+    model = Hooked()
+    parts = cut(model, ["blocks.*"])
+    for _ in range(3):
+        torch.testing.assert_close(run(parts, rows=ROWS), model(ROWS))
+    with pytest.raises(PenstockError, match=r"puts a hook on 'blocks.0' that runs before its forward"):
+        run(cut(Hooked("register_forward_pre_hook"), ["blocks.*"]), rows=ROWS)

@@ -22,7 +22,7 @@ from penstock.models.cutting.placeholders import Placeholder
 from penstock.models.cutting.points import CutModel, tensor_of
 from penstock.models.cutting.stand_in import Run, bare_parameter, stand_in_for
 from penstock.models.cutting.state import changed_names, fingerprint, module_state
-from penstock.models.cutting.undocumented import own_tensors_of
+from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_hooks_besides
 from penstock.models.skip import Skip
 
 Call = Callable[[nn.Module], Any]
@@ -115,6 +115,7 @@ class Frame:
         for _, module in self._modules:
             _move_buffers(module, device)
         self._last_state = self._state()
+        self._kept_hooks = {name: forward_hooks(stand_in) for name, stand_in in self.stand_ins.items()}
 
     def changed_names(self) -> list[str]:
         """Return the full names of what forwards have changed around the points since the last question."""
@@ -137,6 +138,8 @@ class Frame:
         for stand_in in self.written:
             stand_in.forget_written()
         self.written.clear()
+        for name, stand_in in self.stand_ins.items():  # a run that was stopped has not removed its hooks
+            remove_hooks_besides(stand_in, self._kept_hooks[name])
         for path, module in self._modules:
             module.training = self.mode_of(self._owners.get(path, self.template.model))
         for name in self.template.saved_names:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.placeholders import DELETED, Placeholder
-from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_forward_hooks
+from penstock.models.cutting.undocumented import forward_hooks, has_further_hooks, own_tensors_of, remove_forward_hooks
 
 CALL, FORWARD = "__call__", "forward"
 CHANGES_OWN = (
@@ -151,6 +151,11 @@ class StandIn(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the run for what a call returns, hooks included; then run the hooks that the stand-in has itself."""
+        if has_further_hooks(self):
+            raise PenstockError(
+                f"the forward puts a hook on {self._target[0]!r} that runs before its forward, or in its backward, "
+                "which a stage that has no such submodule cannot run; register it on the submodule itself before the cut"
+            )
         output = self._call_method(CALL, *args, **kwargs)
         hooks = forward_hooks(self)
         if not hooks:

@@ -173,7 +173,12 @@ class Trials:
                 f"the forward of {self.template.name} draws random numbers between its submodules by {drawn_by}, which "
                 "is not followed, so that each stage would draw others; draw by a function of torch, as torch.rand is"
             )
-        return routes, {name: copied(frame.value(name)) for name in frame.changed_names()}
+        left_names = frame.changed_names()
+        for name in left_names:
+            # Its values are unknown here: what it has got in place comes from submodules.
+            if any(not tensor.is_meta and trial.labels.labels_of(tensor) for tensor in tensors_in(frame.value(name))):
+                raise PenstockError(_keeps_state(name, frame))
+        return routes, {name: copied(frame.value(name)) for name in left_names}
 
     def _new_trial(self, frame: Frame, part_call: PartCall) -> Trial:
         template = self.template
