@@ -154,7 +154,7 @@ class StandIn(nn.Module):
         if has_further_hooks(self):
             raise PenstockError(
                 f"the forward puts a hook on {self._target[0]!r} that runs before its forward, or in its backward, "
-                "which a stage that has no such submodule cannot run; register it on the submodule itself before the cut"
+                "which a stage without this submodule cannot run; register it on the submodule before the cut"
             )
         output = self._call_method(CALL, *args, **kwargs)
         hooks = forward_hooks(self)
