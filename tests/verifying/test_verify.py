@@ -12,8 +12,10 @@ from penstock.errors import ConfigError
 from penstock.models.cutting.part import CutPart
 from penstock.verifying import parts as verifying_parts
 from penstock.verifying.observation import BUFFER, EVALUATION, GRADIENT, LOSS, OUTPUT, PARAMETER, TRAINING
-from penstock.verifying.verify import DROPOUT_OFF, NO_TRAINING, SAME_DROPOUT, verify
+from penstock.verifying.verify import DROPOUT_OFF, FAILED, NO_TRAINING, SAME_DROPOUT, verify
+from tests.support.verified_forms import FORM_CASES
 from tests.support.verified_models import BLOCKS, CASES, WORDS, Block, Plain
+from tests.support.verified_values import VALUE_CASES
 
 RIGHT = ["plain", "masked", "scaled", "dropping", "named", "tied", "counting", "branching", "declared_skips"]
 
@@ -51,6 +53,15 @@ def test_what_a_cut_gets_right_is_right(name):
     assert {row.kind for row in report.comparisons if row.mode == TRAINING} == {OUTPUT, LOSS, GRADIENT, BUFFER}
     assert report.largest_error < 1e-14
     report.raise_if_wrong()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", (FORWARDS := VALUE_CASES | FORM_CASES).values(), ids=FORWARDS)
+def test_what_a_forward_does_around_its_blocks_is_right_or_refused_by_name(case):
+    report = verify(case.model(), case.points, *case.batches())
+
+    is_refused = report.refusal and not report.refusal.startswith(FAILED)
+    assert is_refused if case.may_be_refused else report.is_right, str(report)
 
 
 @pytest.mark.parametrize("options", [{"ranks": 1}, {"ranks": 3}, {"schedule": "zbv"}, {"microbatches": 4}])
