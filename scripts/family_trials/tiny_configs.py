@@ -82,6 +82,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "pronunciation_vocab_size": 96,
         "pronunciation_embed_dim": 8,
     },
+    "switch_transformers": {"router_jitter_noise": 0.0},
     "xlnet": {"d_inner": 48, "n_head": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 12},

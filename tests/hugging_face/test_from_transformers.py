@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import penstock as ps
+from tests.hugging_face import tiny_further
 from tests.hugging_face.families import (
     BATCHES,
     FAMILIES,
@@ -203,8 +204,90 @@ def test_layers_are_in_the_order_of_the_forward_and_not_of_the_definition():
         assert_gradients(ps.from_transformers(model), model, 2, "padded")
 
 
+@pytest.mark.parametrize(("name", "is_decoder"), [("zamba2", True), ("gemma4", True), ("bert", False)])
+def test_decoders_of_text_take_tokens_on_the_first_stage_alone(name, is_decoder):
+    layers = ps.from_transformers(tiny_further.model_of(name))
+
+    assert layers.is_decoder is is_decoder
+    assert ("input_ids" in [item.name for item in layers[0].batch_signature.keywords]) is not is_decoder
+
+
+def test_a_trial_that_does_not_come_to_all_chains_asks_for_an_example_or_for_their_names():
+    model = tiny_further.model_of("qwen3_vl")
+
+    with pytest.raises(
+        ps.ConfigError, match=r"a trial run of Qwen3VL\S+ with a made-up batch does not come to 'model.v"
+    ):
+        ps.from_transformers(model)
+    layers = ps.from_transformers(model, chains=["model.language_model.layers"])
+    names = [layer.layer_name for layer in layers]
+    assert names == ["model", *(f"model.language_model.layers.{index}" for index in range(4)), "lm_head"]
+    assert "pixel_values" in layers[0].batch_signature.parameters
+
+
+def test_a_folder_names_the_class_of_its_model_and_comes_back(tmp_path):
+    """A kind of head, a tied bias within a head, positions that no file has, and a tower."""
+    from safetensors.torch import load_file
+
+    for name in ("bert", "marian", "vit", "llava"):
+        model, source, target = tiny_further.model_of(name), tmp_path / name / "from", tmp_path / name / "to"
+        model.save_pretrained(source)
+        (source / "preprocessor_config.json").write_text("{}")
+        batch, _ = tiny_further.batch_of(name)
+        example = batch if name == "llava" else None
+        layers, in_place = (ps.from_transformers(each, example=example) for each in (source, model))
+        state = model.state_dict()
+
+        found = {key: value for layer in layers for key, value in layer().state_dict().items()}
+        layers.save_pretrained(ps.Pipeline(layers, "1f1b", 2, ranks=1), target)
+        in_place.save_pretrained(ps.Pipeline(in_place, "1f1b", 2, ranks=1), tmp_path / name / "again")
+
+        assert type(layers.whole) is type(model)
+        assert all(torch.equal(value, state[key]) for key, value in found.items())
+        assert state.keys() == found.keys()
+        files = [load_file(folder / "model.safetensors") for folder in (source, target, tmp_path / name / "again")]
+        for file in files[1:]:
+            assert file.keys() == files[0].keys()
+            assert all(torch.equal(value, files[0][key]) for key, value in file.items())
+        _, info = type(model).from_pretrained(target, output_loading_info=True)
+        assert not any(info.values())
+        assert (target / "preprocessor_config.json").exists()
+
+
+def test_a_model_that_has_collected_hidden_states_before_is_cut_likewise():
+    model = tiny_further.model_of("llava").eval()
+    batch, _ = tiny_further.batch_of("llava")
+    with torch.no_grad():
+        wanted = model(**batch).logits
+    layers = ps.from_transformers(model, example=batch)
+    pipeline = ps.Pipeline(layers, "1f1b", tiny_further.NUM_MICROBATCHES, ranks=1)
+
+    for _ in range(2):
+        torch.testing.assert_close(pipeline.evaluate(**batch, return_outputs=True).outputs, wanted)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch).logits, wanted)
+
+
+@pytest.mark.parametrize("name", ["t5", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_a_folder_of_several_chains_trains_as_the_model_that_transformers_loads_from_it(name, tmp_path):
+    model = tiny_further.model_of(name)
+    model.save_pretrained(tmp_path)
+    batch, labels = tiny_further.batch_of(name)
+    _, wanted = tiny_further.reference(model, name, batch, labels)
+    layers = ps.from_transformers(tmp_path, example=batch if name == "qwen2_5_vl" else None)
+    batch, specs = tiny_further.split_batch(name, batch)
+
+    def train(transport):
+        pipeline = ps.Pipeline(layers, "1f1b", tiny_further.NUM_MICROBATCHES, specs=specs, transport=transport)
+        pipeline.step(**batch, target=labels)
+        return {key: each.grad.clone() for key, each in pipeline.named_parameters() if each.grad is not None}
+
+    for found in on_ranks(2, train):
+        assert furthest(found, wanted, model.all_tied_weights_keys) < LARGEST
+
+
 class Logits(torch.nn.Module):
-    """The way that the message names: a forward that returns the logits of a classifier."""
+    """A module around a classifier, which returns its logits."""
 
     def __init__(self, classifier):
         super().__init__()
@@ -214,20 +297,12 @@ class Logits(torch.nn.Module):
         return self.classifier(input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-def test_a_loss_of_its_own_and_pooling_by_tokens_are_refused_and_logits_of_a_classifier_can_be_cut():
-    import transformers
-
-    torch.manual_seed(0)
-    classifier = transformers.LlamaForSequenceClassification(config_of("llama", num_labels=3)).eval()
-    tokens, _, keywords = batch_of("padded")
-    tokens = tokens.masked_fill(keywords["attention_mask"] == 0, 0)
-    with pytest.raises(ps.ConfigError, match=r"LlamaForSequenceClassification finds the last token.*ps\.cut"):
-        ps.from_transformers(classifier)
-    with pytest.raises(ps.ConfigError, match="BartForCausalLM computes its loss itself"):
-        ps.from_transformers(transformers.BartConfig(decoder_layers=1, is_encoder_decoder=False, is_decoder=True))
+def test_logits_of_a_classifier_in_a_module_of_ones_own_can_be_cut():
+    classifier = tiny_further.model_of("llama-rows").eval()
+    batch, _ = tiny_further.batch_of("llama-rows")
 
     layers = ps.cut(Logits(classifier), ["classifier.model.layers.*"])
-    pipeline = ps.Pipeline(layers, "1f1b", NUM_MICROBATCHES, ranks=1)
-    found = pipeline.evaluate(tokens, **keywords, return_outputs=True).outputs
+    pipeline = ps.Pipeline(layers, "1f1b", 2, ranks=1)
+    found = pipeline.evaluate(**batch, return_outputs=True).outputs
     with torch.no_grad():
-        torch.testing.assert_close(found, Logits(classifier)(tokens, **keywords))
+        torch.testing.assert_close(found, Logits(classifier)(**batch))

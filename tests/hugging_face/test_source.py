@@ -66,26 +66,35 @@ class PeftModel(nn.Module):
             return getattr(self.base_model, name)
 
 
-def test_what_is_no_decoder_and_settings_that_a_pipeline_cannot_run_are_named():
-    seq2seq = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4, vocab_size=9)
+def test_what_is_no_model_of_transformers_and_settings_that_a_pipeline_cannot_run_are_named():
     vision = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    quantized, (checkpointing, placed, doubled) = config_of("llama"), (model_of("llama") for _ in range(3))
+    dropping = transformers.OPTConfig(**OPT, layerdrop=0.1)
+    quantized, (checkpointing, placed) = config_of("llama"), (model_of("llama") for _ in range(2))
     quantized.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     checkpointing.gradient_checkpointing_enable()
     placed.hf_device_map = {"": 0}
-    doubled.extra = nn.ModuleList([nn.Linear(2, 2)])
 
     for told, source in {
-        "has an encoder beside its decoder (t5)": seq2seq,
-        "makes no causal language model": vision,
-        "a Linear; expected a causal language model": nn.Linear(2, 2),
-        "a PeftModel; expected a causal language model": PeftModel(placed),
+        "makes no model of it": vision,
+        "a Linear; expected a model of transformers": nn.Linear(2, 2),
+        "a PeftModel; expected a model of transformers, without an adapter around it (of": PeftModel(placed),
         "quantization_config": quantized,
         "recompute=True": checkpointing,
         "device map": placed,
-        "has 2 lists of layers ('model.layers', 'extra')": doubled,
+        "'model.decoder' has layerdrop=0.1: layer drop leaves out blocks at random": dropping,
     }.items():
         assert told in refused(source)
+
+
+OPT = {"vocab_size": 64, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def test_adapters_whose_ranks_a_wrapper_changes_are_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10)
+    adapted = peft.get_peft_model(model_of("llama"), config)
+
+    assert "is of AdaLoRA, whose ranks and loss" in refused(adapted.base_model.model)
 
 
 def test_an_older_or_missing_library_is_told_with_the_way_to_install_it(monkeypatch):
@@ -110,7 +119,7 @@ def test_a_folder_gives_names_and_shapes_and_no_values(tmp_path, family):
     assert type(found) is type(saved.model)
     state = found.state_dict()
     assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in saved.state.items()}
-    assert {value.device.type for value in state.values()} == {"meta"}
+    assert {value.device.type for value in found.parameters()} == {"meta"}
 
 
 def test_the_generation_config_is_that_of_the_folder(tmp_path):
@@ -121,6 +130,27 @@ def test_the_generation_config_is_that_of_the_folder(tmp_path):
 
     (tmp_path / "generation_config.json").unlink()
     assert sources.on_meta(tmp_path, tmp_path).generation_config.max_new_tokens is None
+
+
+@pytest.mark.parametrize(
+    "config", ["{", "{}", json.dumps({"model_type": "none"}), json.dumps({"model_type": "clip_vision_model"})]
+)
+def test_a_config_of_no_model_is_refused(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+
+    assert f"{tmp_path / 'config.json'}: transformers makes no model of it" in refused(tmp_path)
+
+
+def test_code_of_the_folder_is_not_run(tmp_path):
+    saved_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+
+    refused(tmp_path)
+
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_whole_model_has_the_values_of_its_folder(tmp_path, capfd):
@@ -139,24 +169,3 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="transformers cannot load the model"):
         sources.with_values(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "config", ["{", "{}", json.dumps({"model_type": "none"}), json.dumps({"model_type": "clip_vision_model"})]
-)
-def test_a_config_of_no_causal_language_model_is_refused(tmp_path, config):
-    (tmp_path / "config.json").write_text(config)
-
-    assert f"{tmp_path / 'config.json'}: transformers makes no causal language model of it" in refused(tmp_path)
-
-
-def test_code_of_the_folder_is_not_run(tmp_path):
-    saved_model("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-
-    refused(tmp_path)
-
-    assert not (tmp_path / "ran").exists()

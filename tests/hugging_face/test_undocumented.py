@@ -1,24 +1,30 @@
 """What the code relies on and transformers does not promise; a failure here says which fact a new version changed."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
 from penstock.hugging_face.undocumented import (
-    computes_own_loss,
+    LossKind,
+    collect_outputs,
+    collects_outputs,
     conversions,
     device_map_of,
     give_values,
     has_balance_loss,
     is_quantized,
-    make_unsaved_buffers,
+    loss_kind,
+    made_of_config,
     missing_and_strange,
-    pools_by_tokens,
+    parameters_on_meta,
     reverted,
     router_class,
     tied_names,
     unsaved_names,
 )
+from tests.hugging_face import tiny_further
 from tests.hugging_face.families import FAMILIES, batch_of, model_of
 from tests.hugging_face.tiny_models import config_of, empty_model
 
@@ -139,26 +145,80 @@ def test_transformers_knows_which_names_may_be_missing_or_left_over():
     )
 
 
-@pytest.mark.parametrize("family", SOME_FAMILIES)
-def test_init_weights_makes_buffers_that_are_not_saved(family):
-    whole, bare = model_of(family, "eager"), empty_model(model_of(family, "eager").config)
-    bare.lm_head = None  # its values are of no interest
-    unsaved = [name for name, _ in whole.named_buffers() if name not in whole.state_dict()]
+@pytest.mark.parametrize("name", [*SOME_FAMILIES, "falcon_h1"])
+def test_a_model_with_parameters_on_meta_has_the_buffers_of_a_real_one(name):
+    whole = model_of(name, "eager") if name in FAMILIES else falcon_h1()
 
-    make_unsaved_buffers(bare, bare, torch.device("cpu"))
+    with parameters_on_meta():
+        bare = type(whole)(whole.config)
 
-    for name in unsaved:
-        assert torch.equal(bare.get_buffer(name), whole.get_buffer(name)), f"_init_weights no longer makes {name}"
+    assert all(parameter.is_meta for parameter in bare.parameters()), "a parameter is not registered any more"
+    assert {key: each.requires_grad for key, each in bare.named_parameters()} == {
+        key: each.requires_grad for key, each in whole.named_parameters()
+    }
+    for key, buffer in whole.named_buffers():
+        assert torch.equal(bare.get_buffer(key), buffer), f"{key} depends on parameters now"
+    assert not any(parameter.is_meta for parameter in nn.Linear(2, 2).parameters())
+
+
+def falcon_h1():
+    """Return a model whose buffers in blocks are made by the parent of the blocks."""
+    import transformers
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 8}
+    mamba = {"mamba_d_ssm": 32, "mamba_d_state": 8, "ssm_multipliers": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**shape, **heads, **mamba))
+
+
+def test_other_threads_make_parameters_with_values_meanwhile():
+    with parameters_on_meta(), ThreadPoolExecutor(1) as threads:
+        elsewhere = threads.submit(nn.Linear, 2, 2).result()
+
+        assert nn.Linear(2, 2).weight.is_meta
+        assert not elsewhere.weight.is_meta
 
 
 def test_init_weights_draws_the_values_of_one_module_by_the_rules_of_its_family():
     bare = empty_model(model_of("llama").config)
-    block = bare.model.layers[0]
+    block = bare.model.layers[0].to_empty(device="cpu")
 
-    give_values(bare, block, torch.device("cpu"))
+    give_values(bare, list(block.modules()))
 
     assert block.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(block.input_layernorm.weight, torch.ones(32))
+
+
+def test_a_config_names_the_class_of_its_model():
+    import transformers
+
+    llama, t5 = config_of("llama"), tiny_further.config_of("t5")
+    for name, expected in (
+        ("LlamaForSequenceClassification", ...),
+        ("Unknown", "LlamaForCausalLM"),
+        (None, "LlamaForCausalLM"),
+    ):
+        llama.architectures = None if name is None else [name]
+        assert type(made_of_config(transformers, llama)).__name__ == (name if expected is ... else expected)
+    t5.architectures = None
+    assert type(made_of_config(transformers, t5)).__name__ == "T5ForConditionalGeneration"
+
+
+def test_hooks_collect_outputs_and_are_put_on_all_modules_once():
+    model = tiny_further.model_of("llava")
+    batch, _ = tiny_further.batch_of("llava")
+    tower = model.model.vision_tower
+    assert not collects_outputs(model)
+
+    collect_outputs(model)
+    hooks = [hook for module in tower.modules() for hook in module._forward_hooks.values()]
+    loss = model(**batch).logits
+
+    assert collects_outputs(model)
+    assert hooks
+    assert {hook.__name__ for hook in hooks} == {"output_capturing_hook"}, "collecting hooks have another name now"
+    assert hooks == [hook for module in tower.modules() for hook in module._forward_hooks.values()]
+    assert torch.equal(loss, tiny_further.model_of("llava")(**batch).logits)
 
 
 def test_packed_sequences_are_apart_without_a_cache_and_not_with_one():
@@ -226,16 +286,28 @@ def test_routers_are_found_by_what_can_be_recorded(family):
     assert router_class(model_of("llama")) is None
 
 
-def test_a_forward_says_whether_its_loss_is_that_of_loss_function_and_a_class_whether_it_pools_by_tokens():
+def test_a_forward_and_its_loss_function_say_of_what_kind_the_loss_is():
     import transformers
 
-    shape = {"vocab_size": 8, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
-    bart = transformers.BartForCausalLM(transformers.BartConfig(**shape))
-    config = config_of("llama", pad_token_id=0)
-    sequences, tokens = transformers.LlamaForSequenceClassification, transformers.LlamaForTokenClassification
-
-    for model in map(model_of, ("llama", "gpt2", "mixtral")):
-        assert not computes_own_loss(model)
-        assert not pools_by_tokens(model)
-    assert computes_own_loss(bart)
-    assert [pools_by_tokens(kind(config)) for kind in (sequences, tokens)] == [True, False]
+    config, t5, bart = config_of("llama"), tiny_further.config_of("t5"), tiny_further.config_of("bart")
+    bert, gpt2 = tiny_further.config_of("bert"), config_of("gpt2")
+    for kind, model_classes in {
+        LossKind.SHIFTED: ((transformers.LlamaForCausalLM, config), (transformers.GPT2LMHeadModel, gpt2)),
+        LossKind.TOKENS: (
+            (transformers.T5ForConditionalGeneration, t5),
+            (transformers.BartForCausalLM, bart),
+            (transformers.LlamaForTokenClassification, config),
+        ),
+        LossKind.CLASSES: (
+            (transformers.LlamaForSequenceClassification, config),
+            (transformers.BertForSequenceClassification, bert),
+        ),
+        LossKind.UNKNOWN: (
+            (transformers.LlamaModel, config),
+            (transformers.LlamaForQuestionAnswering, config),
+            (transformers.GPT2DoubleHeadsModel, gpt2),
+        ),
+    }.items():
+        for model_class, model_config in model_classes:
+            with torch.device("meta"):
+                assert loss_kind(model_class(model_config)) is kind, model_class.__name__

@@ -48,12 +48,21 @@ class ChangedInPlace(Plain):
 
 
 class Stepping(Plain):
-    """A constant that every block is given is changed in place between them."""
+    """A constant that every block is given, also within its first argument, is changed in place between them."""
+
+    class Stepped(Block):
+        """Adds what it is given twice."""
+
+        def forward(self, hidden, further_step):
+            hidden, step = hidden
+            return super().forward(hidden + step) * further_step
+
+    block = Stepped
 
     def forward(self, tokens):
-        hidden, step = self.embedding(tokens), torch.ones(tokens.shape[1])
+        hidden, step = self.embedding(tokens), torch.ones(())
         for block in self.blocks:
-            hidden = block(hidden, step.expand(tokens.shape))
+            hidden = block((hidden, step), step)
             step.add_(1)
         return self.head(self.norm(hidden))
 
@@ -149,10 +158,11 @@ class Called(Plain):
     """Blocks are given functions, and objects that cannot be copied."""
 
     class Calling(Block):
-        """Calls its second argument."""
+        """Calls its second argument, and returns a value more for each name."""
 
         def forward(self, hidden, squash, names):
-            return super().forward(squash(hidden) + len(names))
+            output = super().forward(squash(hidden))
+            return output, *(output.tanh() for _ in names)
 
     block = Calling
 
@@ -163,8 +173,8 @@ class Called(Plain):
     def forward(self, tokens):
         hidden = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
-            hidden = block(hidden, self.squash if number else torch.sin, {"a": 1}.keys())
-        return self.head(self.norm(hidden))
+            hidden, other = block(hidden, self.squash if number else torch.sin, {"a": 1}.keys())
+        return self.head(self.norm(hidden + other))
 
 
 # ---- what the forward asks, and what it sets
@@ -230,6 +240,25 @@ class SettingValues(Plain):
             block.shift = hidden.mean(1, keepdim=True)
             hidden = block(hidden.tanh())
         return self.head(self.norm(hidden))
+
+
+class ByMode(Plain):
+    """Blocks return a value more in training."""
+
+    class Moded(Block):
+        """Returns a pair in training."""
+
+        def forward(self, hidden):
+            output = super().forward(hidden)
+            return (output, output.tanh()) if self.training else output
+
+    block = Moded
+
+    def forward(self, tokens):
+        hidden, extra = self.embedding(tokens), 0.0
+        for block in self.blocks:
+            hidden, extra = block(hidden) if self.training else (block(hidden), extra)
+        return self.head(self.norm(hidden + extra))
 
 
 class Frozen(Plain):
@@ -355,6 +384,7 @@ VALUE_CASES = {
     "gradient_aware": Case(GradientAware, LAYERS),
     "setting": Case(Setting, LAYERS),
     "setting_values": Case(SettingValues, LAYERS),
+    "by_mode": Case(ByMode, LAYERS),
     "frozen": Case(Frozen, LAYERS),
     "converting": Case(Converting, LAYERS),
     "choosing": Case(Choosing, LAYERS),

@@ -40,17 +40,17 @@ def cut(model: nn.Module, points: Sequence[str], *, weights: str | Path | None =
     A batch is passed to the pipeline as to the module itself, on every rank: `pipeline.step(tokens, mask=mask,
     target=target)`.
 
-    From a layer to the next goes the first argument of the point between them. All else that the forward hands to a
-    submodule must follow from the batch; what depends on a computed value is refused in the first step, and travels by
-    a `ps.Skip`.
+    From a layer to the next goes the first argument of the point between them, and with it whatever later code needs of
+    earlier submodules, parameters and random draws. What no stage could repeat is refused in the first step by name: a
+    decision by a computed value, state that counts, containers that submodules fill.
 
     `weights` is for a module made under `torch.device("meta")`, which no rank could hold: a safetensors file, or a
     folder of some with their index, with the module's names. Each rank then reads the tensors of its own layers.
     Buffers that are not saved are made by the `reset_parameters` of their module.
 
     Raises:
-        ConfigError: `points` are not submodules, or lie in one another, or are out of order; the module is on the meta
-            device and has no `weights`, or a buffer that is not saved and cannot be made.
+        ConfigError: `points` are not submodules, or lie in one another; the module is on the meta device and has no
+            `weights`, or a buffer that is not saved and cannot be made.
         CheckpointError: there are no weights, or those of another model.
     """
     if weights is None:

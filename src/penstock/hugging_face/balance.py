@@ -31,7 +31,7 @@ class Balance:
     def __init__(self, model: Any, blocks: list[str]) -> None:
         """`blocks` are the names of the model's blocks. Raises: ConfigError, if no rule for its loss is known."""
         self.router: type[nn.Module] | None = router_class(model)
-        if self.router is None or not has_balance_loss(model):
+        if self.router is None or not has_balance_loss(model) or not hasattr(model, "num_experts"):
             raise ConfigError(
                 f"{type(model).__name__} has no load_balancing_loss_func over its routers, so output_router_logits=True"
                 " cannot be trained in parts; set it to False",

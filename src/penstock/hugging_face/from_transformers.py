@@ -1,45 +1,56 @@
-"""`ps.from_transformers`: a causal language model of Hugging Face transformers as layers for a pipeline.
+"""`ps.from_transformers`: a model of Hugging Face transformers as layers for a pipeline.
 
-    folder, config ──► the model on the meta device ──► cut at its blocks, norm and head ──► one LayerSpec for each
-    model ──────────────────────────────────────────►   likewise                         ──► its own modules
+    folder, config ──► the model, parameters on meta ──► cut at its blocks, norms and heads ──► one LayerSpec for each
+    model ───────────────────────────────────────────►   likewise                           ──► its own modules
 
 Each layer runs a part of the model's own forward (`models/cutting/`), so nothing here knows any family of models.
 """
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.errors import ConfigError
 from penstock.hugging_face import source as sources
 from penstock.hugging_face.balance import Balance
+from penstock.hugging_face.chains import block_lists, called_chains, layer_segments, positions_by_layer
+from penstock.hugging_face.entries import DECODER_KEYWORDS, BatchEntry, DecoderEntry
 from penstock.hugging_face.model import TransformersModel
-from penstock.hugging_face.undocumented import give_values, make_unsaved_buffers, tied_names
+from penstock.hugging_face.trial_batch import TOKENS, trial_batch
+from penstock.hugging_face.undocumented import (
+    LossKind,
+    collect_outputs,
+    collects_outputs,
+    give_values,
+    loss_kind,
+    share_collecting_hooks,
+    tied_names,
+)
 from penstock.hugging_face.weights_in import PretrainedWeights
-from penstock.models.cutting.batch_signature import BatchSignature
 from penstock.models.cutting.cut import CutSpec, multiplications, segments, tensors_of_segment
-from penstock.models.cutting.entry import PartCall
+from penstock.models.cutting.entry import Entry, PartCall
 from penstock.models.cutting.forward import CutForward, Segment
 from penstock.models.cutting.frame import Template
-from penstock.models.cutting.order import in_order_of_calls
+from penstock.models.cutting.order import CallOrder, in_order_of_calls, order_of_calls, with_points
 from penstock.models.cutting.part import CutPart, part_class
-from penstock.models.cutting.points import cut_model
-from penstock.models.cutting.trees import tensors_in
-
-TOKENS = "input_ids"
-"""The argument that only the first stage needs."""
-KEYWORDS = ("attention_mask", "position_ids", "token_type_ids")
-"""The keywords that a batch may have beside tokens, where the model takes them."""
+from penstock.models.cutting.points import CutModel, cut_model, set_tensor, tensor_of
 
 
 def from_transformers(
-    source: Any, *, dtype: torch.dtype | None = None, attn_implementation: str | None = None, seed: int = 0
+    source: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    seed: int = 0,
+    chains: Sequence[str] | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> TransformersModel:
-    """Return a causal language model of transformers as layers for `Pipeline`.
+    """Return a model of transformers as layers for `Pipeline`.
 
     `source` is a folder with config.json and safetensors files, the name of a model on the hub that is in the cache, a
     config, or a model, whose modules are used in place. A folder's weights are read when a stage is built, and each
@@ -47,9 +58,13 @@ def from_transformers(
     `dtype` is that of the parameters; None means that of the config. Parameters and buffers have the names of the
     transformers model.
 
+    `chains` names the lists of blocks whose items may lie on different stages, by default all lists that the forward
+    goes through: those of an encoder and a decoder, or of a vision tower and a language model. `example` is one batch
+    as a processor makes it, for models whose forward cannot be tried with tokens or one image alone.
+
     Raises:
-        ConfigError: transformers is missing or older than 5; there is no such folder; the model is no decoder, or has
-            settings that a pipeline cannot run.
+        ConfigError: transformers is missing or older than 5; there is no such folder; the model has no list of blocks,
+            or settings that a pipeline cannot run; `chains` are not there; an `example` is needed.
         CheckpointError: the folder has no weights that can be read, or those of another model.
     """
     if isinstance(source, nn.Module):
@@ -58,46 +73,142 @@ def from_transformers(
     else:
         folder = sources.folder_of(source)
         model = sources.on_meta(source, folder, dtype, attn_implementation)
-    # Cut the model at its blocks, and put the points into the order in which a run without values calls them.
-    blocks = sources.blocks_of(model)
-    entry, complete = _Entry(model), partial(make_unsaved_buffers, model)
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    trial_batch = PartCall((tokens,), {}, is_first=True)
-    cut = in_order_of_calls(model, cut_model(model, [f"{blocks}.*"]), f"{blocks}.", complete, entry, trial_batch)
+    plan = _planned(model, block_lists(model, chains), example, is_default=chains is None)
+    weights = None if folder is None else PretrainedWeights.open(folder, model)
+    # Saved buffers around the points: the forward of every stage computes with them.
+    for name in plan.cut.tensors:
+        if weights is not None and name in weights and not isinstance(tensor_of(model, name), nn.Parameter):
+            set_tensor(model, name, weights.read(name).to(tensor_of(model, name).dtype))
     # Each layer runs the model's own forward between two points.
-    forward = CutForward(Template(model, cut, complete), entry)
-    parts = segments(cut, [name for name in cut.points if name.startswith(f"{blocks}.")][-1])
-    constructors = _part_constructors(model, part_class(entry.batch_signature), list(parts))
+    forward = CutForward(Template(model, plan.cut, share_collecting_hooks), plan.entry)
+    constructors = _part_constructors(model, part_class(plan.entry.batch_signature), list(plan.segments))
     expert_share = _share_of_experts(model.config)
-    block_weight = multiplications(model.get_submodule(f"{blocks}.0"), expert_share)
+    block_weight = multiplications(model.get_submodule(plan.block), expert_share) or 1.0
+
+    def weight(name: str, *modules: nn.Module) -> float:
+        return sum(multiplications(item, expert_share) for item in modules) * plan.positions[name] / block_weight
+
     # A model with values is used in place; otherwise each layer is a recipe, which a rank builds.
     if model is source:
         layers = [
             constructors[name](forward, name, segment, *tensors_of_segment(model, segment))
-            for name, segment in parts.items()
+            for name, segment in plan.segments.items()
         ]
         for layer in layers:
-            layer.layer_weight = multiplications(layer, expert_share) / block_weight
-        return TransformersModel(layers, model, None)
-    weights = None if folder is None else PretrainedWeights.open(folder, model)
+            layer.layer_weight = weight(layer.layer_name, layer)
+        return TransformersModel(layers, model, None, is_decoder=_is_decoder(model))
     ties = tied_names(model)
     specs = []
-    for name, segment in parts.items():
+    for name, segment in plan.segments.items():
         modules, tensors = tensors_of_segment(model, segment)
-        parameters = (f"{path}.{item}" for path, module in modules.items() for item, _ in module.named_parameters())
-        local_names = {*tensors, *parameters}
+        local_names = {*tensors}
+        for path, module in modules.items():  # also the second name of what a module ties within itself
+            local_names |= {f"{path}.{item}" for item, _ in module.named_parameters(remove_duplicate=False)}
         specs.append(
             CutSpec(
                 name,
                 partial(_build_part, partial(constructors[name], forward, name, segment), model, segment, weights),
                 seed=seed,
-                weight=sum(multiplications(module, expert_share) for module in modules.values()) / block_weight,
+                weight=weight(name, *modules.values()),
                 tied=tuple((name, owner_name) for name, owner_name in ties.items() if name in local_names),
                 has_full_names=True,
-                batch_signature=entry.batch_signature,
+                batch_signature=plan.entry.batch_signature,
             )
         )
-    return TransformersModel(specs, model, folder)
+    return TransformersModel(specs, model, folder, is_decoder=_is_decoder(model))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where a model is cut, and how its stages call its forward."""
+
+    cut: CutModel
+    entry: Entry
+    segments: dict[str, Segment]
+    """What each layer runs, by the name of the layer."""
+    positions: dict[str, float]
+    """How many positions each layer works on, relative to the last chain."""
+    block: str
+    """The first block of the last chain; the weights of layers are relative to its own."""
+
+
+def _planned(model: Any, lists: list[str], example: Mapping[str, Any] | None, *, is_default: bool) -> _Plan:
+    """Cut a model at the items of these lists, in the order in which a run without values calls them.
+
+    Raises: ConfigError, where the run fails, or does not come to all lists.
+    """
+    cut = cut_model(model, [f"{name}.*" for name in lists])
+    blocks = [name for name in cut.points if any(name.startswith(f"{each}.") for each in lists)]
+    entry, order = _tried_entry(model, with_points(cut, blocks), example)
+    missing = [name for name in blocks if name not in order.names]
+    repeated = [name for name in blocks if name in order.repeated_names]
+    if order.error is not None or repeated or (missing and (example is None or len(missing) == len(blocks))):
+        raise _unlike_chains(model, order, missing[:1], repeated[:1], has_example=example is not None)
+    chains = called_chains(lists, order, is_default=is_default)
+    cut = in_order_of_calls(cut, blocks, order)
+    layers = layer_segments(segments(cut), chains)
+    block = next(name for name in cut.points if name.startswith(f"{chains[-1]}."))
+    return _Plan(cut, entry, layers, positions_by_layer(layers, chains, order), block)
+
+
+def _tried_entry(model: Any, cut: CutModel, example: Mapping[str, Any] | None) -> tuple[Entry, CallOrder]:
+    """Return how stages call the forward, and the order in which it calls submodules.
+
+    Stages of a decoder behind the first one are given no tokens, where its forward does not decide by their values.
+    """
+    batch_entry = BatchEntry(model)
+    batch = trial_batch(model, example, batch_entry.batch_signature)
+    if _is_decoder(model) and TOKENS in batch and batch.keys() <= {TOKENS, *DECODER_KEYWORDS}:
+        entry = DecoderEntry(model)
+        keywords = {name: value for name, value in batch.items() if name != TOKENS}
+        order = _order(model, cut, entry, PartCall((batch[TOKENS],), keywords, is_first=True))
+        if order.error is None:
+            return entry, order
+    return batch_entry, _order(model, cut, batch_entry, PartCall((), batch, is_first=True))
+
+
+def _is_decoder(model: Any) -> bool:
+    """Whether a model is a causal decoder of one list of blocks."""
+    return loss_kind(model) is LossKind.SHIFTED and len(block_lists(model)) == 1
+
+
+def _order(model: Any, cut: CutModel, entry: Entry, batch: PartCall) -> CallOrder:
+    """Run the forward without values; where it collects outputs of submodules, the model gets the hooks for that."""
+    frames: list[nn.Module] = []
+
+    def complete(frame: nn.Module, device: torch.device) -> None:
+        share_collecting_hooks(frame, device)
+        frames.append(frame)
+
+    order = order_of_calls(Template(model, cut, complete), entry, batch)
+    if collects_outputs(frames[0]) and not collects_outputs(model):
+        collect_outputs(model)
+        order = order_of_calls(Template(model, cut, complete), entry, batch)
+    return order
+
+
+def _unlike_chains(
+    model: Any, order: CallOrder, missing: list[str], repeated: list[str], *, has_example: bool
+) -> ConfigError:
+    """Return what to tell a user where a run failed, did not come to all blocks, or came to one twice."""
+    model_name = type(model).__name__
+    if repeated:
+        return ConfigError(
+            f"{model_name} calls {repeated[0]!r} again in the same forward, but a pipeline runs each block once for a "
+            "microbatch; leave this list of blocks alone, by chains= with the names of others",
+            key="chains",
+        )
+    reason = f"does not come to {missing[0]!r}" if missing else ""
+    if order.error is not None:
+        reason = f"fails: {type(order.error).__name__}: {order.error}"
+    example_words, fix = "a made-up batch", "Pass example=, one batch as the processor makes it"
+    if has_example:
+        example_words, fix = "the example", "Pass another example"
+    return ConfigError(
+        f"a trial run of {model_name} with {example_words} {reason}. {fix}, or name the lists of blocks to be cut at "
+        "by chains=",
+        key="example",
+    )
 
 
 def _part_constructors(model: Any, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
@@ -112,49 +223,36 @@ def _build_part(
 ) -> CutPart:
     """Build one layer on the default device, with values from files or drawn."""
     device = torch.get_default_device()
-    modules, tensors = tensors_of_segment(model, segment)
-    shared: dict[int, Any] = {id(model.config): model.config}
-    modules = {name: copy.deepcopy(module, dict(shared)) for name, module in modules.items()}
-    part = make(modules, copy.deepcopy(tensors))
+    configs = (getattr(module, "config", None) for module in model.modules())
+    memo: dict[int, Any] = {id(config): config for config in configs}  # all layers share the configs of the model
+    inputs = tensors_of_segment(model, segment)
+    if device.type != "meta":  # one memo for all of the layer: what shares a parameter goes on to share it
+        memo |= {
+            id(parameter): nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            for parameter in make(*inputs).parameters()
+        }
+    modules, tensors = copy.deepcopy(inputs, memo)
+    part = make(modules, tensors).to(device)
     if device.type == "meta":
         return part
-    if weights is None:
-        for module in modules.values():
-            give_values(model, module, device)
-        return part
-    make_unsaved_buffers(model, part, device)
-    for module in part.modules():
-        if any(tensor.is_meta for tensor in module.parameters(recurse=False)):
-            module.to_empty(device=device, recurse=False)
-    weights.fill(part)
+    for module in modules.values():
+        give_values(model, [item for item in module.modules() if weights is None or _lacks(weights, part, item)])
+    if weights is not None:
+        weights.fill(part)
     return part
+
+
+def _lacks(weights: PretrainedWeights, part: CutPart, module: nn.Module) -> bool:
+    """Whether files have no value for a parameter that a submodule of a layer holds itself, as of fixed positions."""
+    ids = {id(parameter) for parameter in module.parameters(recurse=False)}
+    return any(name not in weights for name, parameter in part.named_parameters() if id(parameter) in ids)
 
 
 def _share_of_experts(config: Any) -> float:
     """Return the fraction of a layer's experts that a token is sent to."""
     num_experts = next((getattr(config, name) for name in EXPERTS if getattr(config, name, None)), 1)
-    return float(getattr(config, "num_experts_per_tok", num_experts) / num_experts)
+    return float((getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts)
 
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """The names that configs have for the number of experts of a layer."""
-
-
-class _Entry:
-    """How a stage calls the forward of the whole model: with tokens, which the first stage alone is given."""
-
-    def __init__(self, model: Any) -> None:
-        parameters: Mapping[str, inspect.Parameter] = inspect.signature(model.forward).parameters
-        self.batch_signature = BatchSignature(model, (TOKENS, *KEYWORDS), first=(TOKENS,))
-        # The loss that balances experts is made of results of the blocks (balance.py), not in the model's forward.
-        self._quiet = {"output_router_logits": False} if "output_router_logits" in parameters else {}
-
-    def call(self, model: nn.Module, part_call: PartCall) -> Any:
-        if part_call.is_first:
-            (tokens,) = part_call.inputs
-        else:
-            hidden = next(iter(tensors_in(part_call.inputs)))
-            tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
-        batch = {TOKENS: part_call.batch_leaf(TOKENS, tokens)}
-        # With a cache, transformers no longer sees where packed sequences end.
-        return model(**batch, **part_call.keywords, use_cache=False, return_dict=True, **self._quiet).logits

@@ -1,36 +1,39 @@
-"""`TransformersModel`: the layers of a causal language model of transformers, with its loss."""
+"""`TransformersModel`: the layers of a model of transformers, with its loss."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.execute.losses.model_loss import LayersWithLoss
+from penstock.hugging_face.losses import Loss, loss_of
 from penstock.hugging_face.pretrained_out import save_pretrained
 from penstock.models.cutting.part import CutPart
 from penstock.models.layer import LayerSpec
 from penstock.pipeline import Pipeline
 
-IGNORED_LABEL = -100
 Layer = LayerSpec | CutPart
 
 
 class TransformersModel(LayersWithLoss[Layer]):
-    """The layers of a causal language model, for `Pipeline(model, "1f1b", 8)`, which takes its `loss` and `count`.
+    """The layers of a model of transformers, for `Pipeline(model, "1f1b", 8)`, which takes its `loss` and `count`.
 
     A batch is `pipeline.step(input_ids, target=labels, attention_mask=..., position_ids=...)`, as transformers takes
-    it: labels are not shifted, the loss does it.
+    it. Labels of causal decoders are not shifted, the loss does it.
     """
 
-    def __init__(self, layers: Sequence[Layer], whole: Any, source: Path | None) -> None:
+    def __init__(self, layers: Sequence[Layer], whole: Any, source: Path | None, *, is_decoder: bool) -> None:
         """`whole` is the model, on the meta device unless it was given; `source` is the folder it came from, if any."""
         self._layers = list(layers)
-        self._loss: Callable[..., Tensor] = whole.loss_function
+        self._loss = loss_of(whole)
         self.whole = whole
         self.config = whole.config
         self.source = source
+        self.is_decoder = is_decoder
+        """Whether it is a causal decoder of text alone."""
 
     @overload
     def __getitem__(self, index: int) -> Layer: ...
@@ -44,36 +47,47 @@ class TransformersModel(LayersWithLoss[Layer]):
     def __len__(self) -> int:
         return len(self._layers)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, logits: Any, labels: Tensor) -> Tensor:
         """Return the model's own loss, as the mean over the labels that count.
 
-        `logits` is [batch, seq, vocabulary], `labels` [batch, seq] of int64. A label is compared with the logits at the
-        position before it; -100 is left out.
+        `logits` is [batch, seq, vocabulary], `labels` [batch, seq] of int64, and -100 is left out. Causal decoders
+        compare a label with the logits at the position before it, other models with those at its own. Classifiers of
+        sequences and images have one label for each row, as `problem_type` of their config says.
 
         Raises:
-            PenstockError: the shapes do not fit.
+            PenstockError: the shapes do not fit, or the model has no loss that is known here.
         """
-        if logits.shape[:-1] != labels.shape:
-            raise PenstockError(
-                f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, but they have "
-                f"{tuple(labels.shape)}; pass the input_ids, not shifted, with -100 where nothing is to be learned"
-            )
-        number = max(self.count(labels), 1)
-        return self._loss(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=number)
+        return self._known_loss.mean(logits, labels)
 
     def save_pretrained(self, pipeline: Pipeline, folder: str | Path) -> None:
         """Write the weights of a pipeline of this model, and its config, as transformers saves them.
 
-        Every rank calls it. `AutoModelForCausalLM.from_pretrained(folder)` then loads them. Tokenizer files of the
-        folder that the model came from are copied.
+        Every rank calls it. `from_pretrained(folder)` of the model's class then loads them. Files of the tokenizer and
+        the processor are copied from the folder that the model came from.
 
         Raises:
             NotSaved: on every rank, if a file cannot be written, or the pipeline is of another model.
             PipelineError: a rank is lost meanwhile.
         """
-        save_pretrained(pipeline, Path(folder), self.whole, self.source)
+        shared_names = {name for layer in self._layers if isinstance(layer, nn.Module) for name in _shared(layer)}
+        save_pretrained(pipeline, Path(folder), self.whole, self.source, shared_names=shared_names)
 
-    @staticmethod
-    def count(labels: Tensor) -> int:
-        """Return how many labels the loss is the mean of: all but the first of each row, and those of -100."""
-        return int((labels[..., 1:] != IGNORED_LABEL).sum())
+    def count(self, labels: Tensor) -> int:
+        """Return how many labels the loss is the mean of."""
+        return self._known_loss.count(labels)
+
+    @property
+    def _known_loss(self) -> Loss:
+        if self._loss is None:
+            raise PenstockError(
+                f"{type(self.whole).__name__} has no loss of labels that is known here; pass Pipeline a loss of yours, "
+                "a function of the output and the target"
+            )
+        return self._loss
+
+
+def _shared(layer: nn.Module) -> list[str]:
+    """Return the names of parameters that a layer has under several names."""
+    parameters = list(layer.named_parameters(remove_duplicate=False))
+    number_by_id = Counter(id(parameter) for _, parameter in parameters)
+    return [name for name, parameter in parameters if number_by_id[id(parameter)] > 1]

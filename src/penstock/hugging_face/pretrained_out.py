@@ -33,26 +33,34 @@ from penstock.hugging_face.weights_in import require_tied
 from penstock.models.cutting.points import saved_tensors
 from penstock.pipeline import Pipeline
 
-TOKENIZER_FILES = (
+PROCESSOR_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", "source.spm", "target.spm"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
-"""The files that tokenizers of transformers save and read."""
-
+"""The files that tokenizers and processors of transformers save and read."""
 
 MOST_NAMES = 3
 """Names that a message about a model with adapters lists."""
 
 
 @collective
-def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path | None = None) -> None:
+def save_pretrained(
+    pipeline: Pipeline,
+    folder: Path,
+    model: Any,
+    source: Path | None = None,
+    *,
+    shared_names: Collection[str] = (),
+) -> None:
     """Write the weights of all ranks into a folder that transformers' `from_pretrained` loads.
 
     Every rank calls it, and all of them see the folder, which is made where it is missing. `model` is the transformers
     model on the meta device: it says the names, the configuration and the form of the files. The pipeline has the
-    parameters and saved buffers of `model`, under its names. Tokenizer files are copied from `source`. Files that are
-    there already are replaced when all is written, or not at all.
+    parameters and saved buffers of `model`, under its names. Files of the tokenizer and the processor are copied from
+    `source`. Files that are there already are replaced when all is written, or not at all. `shared_names` are
+    parameters that a layer has under several names; those that the model ties are left out.
 
     Raises:
         NotSaved: on every rank, if a file cannot be written, the pipeline is not of this model, or the model has more
@@ -74,7 +82,7 @@ def save_pretrained(pipeline: Pipeline, folder: Path, model: Any, source: Path |
 
     # Only rank 0 makes the folder; if that fails, NotSaved is raised on every rank.
     pipeline.control.on_rank_0(make_folder, failing_as(NotSaved))
-    save_weights(folder, pipeline, PretrainedFormat(model, source))
+    save_weights(folder, pipeline, PretrainedFormat(model, source, shared_names=shared_names))
 
 
 def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
@@ -125,6 +133,8 @@ class PretrainedFormat(WeightFormat):
     """Where its tokenizer files are."""
     source_words: Path = Path("the pipeline")
     """The source of the weights, as messages about wrong names or shapes call it."""
+    shared_names: Collection[str] = ()
+    """Parameters that a layer has under several names."""
 
     @property
     def stem(self) -> str:
@@ -138,6 +148,8 @@ class PretrainedFormat(WeightFormat):
             )
         state = saved_tensors(self.model)
         ties, unsaved = tied_names(self.model), unsaved_names(self.model)
+        shared_ties = ties.keys() & set(self.shared_names)
+        tensors = {name: entry for name, entry in tensors.items() if name not in shared_ties}
         for name, (dtype, shape) in tensors.items():
             self._require_known(name, state, ties)
             self._require_alike(name, dtype, tuple(shape), tuple(state[name].shape))
@@ -162,7 +174,7 @@ class PretrainedFormat(WeightFormat):
         if self.model.can_generate():
             self._write_generation_config(folder)
         if self.source is not None:
-            for path in (path for pattern in TOKENIZER_FILES for path in self.source.glob(pattern)):
+            for path in (path for pattern in PROCESSOR_FILES for path in self.source.glob(pattern)):
                 shutil.copyfile(path, folder / path.name)
 
     def _write_generation_config(self, folder: Path) -> None:

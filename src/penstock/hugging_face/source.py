@@ -1,16 +1,14 @@
 """Where a model of transformers comes from: a folder, a config or a model, checked before any rank builds a layer."""
 
 import copy
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.errors import ConfigError, described
-from penstock.hugging_face.undocumented import computes_own_loss, device_map_of, pools_by_tokens
+from penstock.hugging_face.undocumented import class_of_config, device_map_of, made_of_config, parameters_on_meta
 from penstock.models.cutting.points import saved_tensors
 
 KEY = "source"
@@ -19,6 +17,8 @@ OLDEST = 5
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"
+ADALORA = "peft.tuners.adalora"
+LAYER_DROP = "layerdrop"
 
 
 def transformers() -> Any:
@@ -69,68 +69,57 @@ def _cached_folder(name: str) -> Path:
 def on_meta(
     source: Any, folder: Path | None, dtype: torch.dtype | None = None, attn_implementation: str | None = None
 ) -> Any:
-    """Return the transformers model on the meta device, where it takes up no memory, with its generation config.
+    """Return the transformers model with its generation config; its parameters take up no memory, being on meta.
 
-    `source` is a config object if `folder` is None; otherwise the folder's config.json is read. No code of the folder
-    is run, nothing is downloaded, and no weights are read.
+    `source` is a config object if `folder` is None; otherwise the folder's config.json is read. The model is of the
+    class that the config names, else a causal language model. No code of the folder is run, nothing is downloaded, and
+    no weights are read.
 
     Raises:
-        ConfigError: transformers makes no causal language model of it, or none that a pipeline can run.
+        ConfigError: transformers makes no model of it, or none that a pipeline can run.
     """
     library = transformers()
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"{described(dtype)}; expected a floating-point torch.dtype, or None", key="dtype")
     config_words = "the config" if folder is None else str(folder / CONFIG)
-    no_remote_code: dict[str, Any] = {"trust_remote_code": False}
     try:
         if folder is None:  # as a copy: which attention computes is a setting of the config object
             config = source.__class__.from_dict(source.to_dict())
         else:
-            config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **no_remote_code)
-        _refuse_encoder_or_quantized(config, config_words)
-        settings = no_remote_code | {"dtype": dtype or config.dtype or torch.get_default_dtype()}
+            config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _refuse_quantized(config, config_words)
+        settings = {"dtype": dtype or config.dtype or torch.get_default_dtype()}
         if attn_implementation is not None:
             settings["attn_implementation"] = attn_implementation
-        with torch.device("meta"):
-            model = library.AutoModelForCausalLM.from_config(config, **settings)
+        with parameters_on_meta():
+            model = made_of_config(library, config, **settings)
         if folder is not None and (folder / GENERATION_CONFIG).is_file():
             model.generation_config = library.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except ConfigError:
         raise
     except Exception as error:  # transformers raises what it likes for a wrong config
         raise ConfigError(
-            f"{config_words}: transformers makes no causal language model of it: {error}", key=KEY
+            f"{config_words}: transformers makes no model of it: {str(error).rstrip('.')}. Expected a config whose "
+            "architectures name a class of transformers, or one of a causal language model",
+            key=KEY,
         ) from error
     return checked(model)
 
 
 def checked(model: Any) -> Any:
-    """Return `model` if a pipeline can run it: a causal language model of transformers with settings that can be cut.
+    """Return `model` if a pipeline can run it: a model of transformers with settings that can be cut.
 
     Raises:
         ConfigError: it names what cannot be run, and what to do.
     """
     # An adapter around a model has all attributes of the model.
-    if not isinstance(model, transformers().PreTrainedModel) or not hasattr(model, "loss_function"):
+    if not isinstance(model, transformers().PreTrainedModel):
         raise ConfigError(
-            f"a {type(model).__name__}; expected a causal language model of transformers, without an adapter around "
-            "it. ps.cut may cut it",
+            f"a {type(model).__name__}; expected a model of transformers, without an adapter around it (of peft: "
+            "adapted.base_model.model). ps.cut may cut it",
             key=KEY,
         )
-    _refuse_encoder_or_quantized(model.config, type(model).__name__)
-    if computes_own_loss(model):
-        raise ConfigError(
-            f"{type(model).__name__} computes its loss itself, and not by loss_function, as the decoders of encoders "
-            "with decoders do; ps.cut may cut it, with a loss of yours",
-            key=KEY,
-        )
-    if pools_by_tokens(model):
-        raise ConfigError(
-            f"{type(model).__name__} finds the last token of each row in input_ids behind its blocks, where later "
-            "stages have none. Call it in the forward of a module of yours that returns its logits, with "
-            "use_cache=False, and cut that by ps.cut, of which every stage gets the whole batch",
-            key=KEY,
-        )
+    _refuse_quantized(model.config, type(model).__name__)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ConfigError(
             "gradient_checkpointing_enable() was called, but a pipeline has recompute=True for it, an option of its "
@@ -139,7 +128,29 @@ def checked(model: Any) -> Any:
         )
     if device_map_of(model):
         raise ConfigError("the model has a device map, but each rank places its stages; load it without", key=KEY)
+    _refuse_layer_drop(model)
+    adaptive = [name for name, module in model.named_modules() if type(module).__module__.startswith(ADALORA)]
+    if adaptive:
+        raise ConfigError(
+            f"{adaptive[0]!r} is of AdaLoRA, whose ranks and loss the wrapper around the model changes, which a "
+            "pipeline does not run; take LoraConfig",
+            key=KEY,
+        )
     return model
+
+
+def _refuse_layer_drop(model: Any) -> None:
+    """Refuse a model that leaves out blocks at random. Raises: ConfigError."""
+    rates = {name: getattr(module, LAYER_DROP) for name, module in model.named_modules() if hasattr(module, LAYER_DROP)}
+    rates = rates or {"config": getattr(model.config, LAYER_DROP, 0)}
+    for name, rate in rates.items():
+        if rate:
+            raise ConfigError(
+                f"{name!r} has layerdrop={rate}: layer drop leaves out blocks at random, but each block of a pipeline "
+                "runs in every microbatch. Make the model of a config with layerdrop (or encoder_layerdrop and "
+                "decoder_layerdrop) of 0",
+                key=KEY,
+            )
 
 
 def names_beside_class(model: Any) -> list[str]:
@@ -153,31 +164,9 @@ def names_beside_class(model: Any) -> list[str]:
     return [name for name in saved_tensors(model) if name not in class_state]
 
 
-def blocks_of(model: nn.Module) -> str:
-    """Return the name of the list of a decoder's blocks. Raises: ConfigError, if there is not one."""
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
-    ]
-    outermost: list[str] = [name for name in lists if not any(name.startswith(f"{outer}.") for outer in lists)]
-    if len(outermost) != 1:
-        raise ConfigError(
-            f"{type(model).__name__} has {len(outermost)} lists of layers "
-            f"({', '.join(map(repr, outermost)) or 'none'}); expected one, as decoders have. ps.cut may cut it",
-            key=KEY,
-        )
-    return outermost[0]
-
-
-def _refuse_encoder_or_quantized(config: Any, where: str) -> None:
-    """Refuse a config with an encoder beside its decoder, or with quantized weights. Raises: ConfigError."""
-    settings: Mapping[str, Any] = config.to_dict()
-    if settings.get("is_encoder_decoder"):
-        raise ConfigError(
-            f"{where}: has an encoder beside its decoder ({config.model_type}); expected a decoder", key=KEY
-        )
-    if settings.get("quantization_config"):
+def _refuse_quantized(config: Any, where: str) -> None:
+    """Refuse a config with quantized weights. Raises: ConfigError."""
+    if config.to_dict().get("quantization_config"):
         raise ConfigError(
             f"{where}: its weights are quantized (quantization_config), and such are not trained; give the model that "
             "it was made from",
@@ -188,11 +177,13 @@ def _refuse_encoder_or_quantized(config: Any, where: str) -> None:
 def with_values(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
     """Return the whole model of a folder with its weights, as transformers makes it. Raises: ConfigError."""
     library = transformers()
+    path = folder_of(folder)
     settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     has_bar = library.logging.is_progress_bar_enabled()
     library.logging.disable_progress_bar()
     try:
-        return library.AutoModelForCausalLM.from_pretrained(folder_of(folder), dtype=dtype or "auto", **settings)
+        model_class = class_of_config(library, library.AutoConfig.from_pretrained(path, **settings))
+        return model_class.from_pretrained(path, dtype=dtype or "auto", **settings)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: transformers cannot load the model: {error}", key=KEY) from error
     finally:

@@ -1,4 +1,4 @@
-"""Uses of transformers that its documentation does not promise: first values, routers, and tensors of files.
+"""Uses of transformers that its documentation does not promise: first values, losses, and tensors of files.
 
 Each function has a test in tests/hugging_face/test_undocumented.py that says which fact changed.
 
@@ -9,15 +9,23 @@ Each function has a test in tests/hugging_face/test_undocumented.py that says wh
 """
 
 import inspect
+import math
 import sys
-from collections.abc import Collection, Iterable, Mapping
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from penstock.models.cutting.stand_in import share_hooks
 
 
 @dataclass(slots=True, eq=False)
@@ -114,25 +122,90 @@ def _flat(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
         return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
-def give_values(model: Any, module: nn.Module, device: torch.device) -> None:
-    """Give first values to a module that was on the meta device, by the rules of its model.
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put each parameter that this thread registers onto the meta device, where it takes up no memory.
+
+    Buffers stay real: those that no file has are made when a model is, some of them by a parent of their module.
+    """
+    thread = threading.get_ident()
+
+    def bare(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
+            return None  # it stays as it is
+        on_meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        on_meta.__dict__.update(vars(parameter))
+        return on_meta
+
+    handle = register_module_parameter_registration_hook(bare)
+    try:
+        with _LargeOnMeta():
+            yield
+    finally:
+        handle.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors without values on the meta device: parameters, since a host may not have their memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            size = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
+            kwargs |= {"device": "meta"} if math.prod(size) >= LARGE else {}
+        return func(*args, **kwargs)
+
+
+LARGE = 2**22
+"""Elements of a large tensor; buffers without values, which a model fills later, are smaller."""
+
+
+def class_of_config(library: Any, config: Any) -> Any:
+    """Return the class that `config.architectures` names, where it is one of transformers; else a causal one.
+
+    For a config of an encoder with a decoder that names none, it is the class that transformers has for these.
+    """
+    name = (getattr(config, "architectures", None) or [""])[0]
+    architecture: Any = getattr(library, str(name), None)
+    if isinstance(architecture, type) and issubclass(architecture, library.PreTrainedModel):
+        return architecture
+    is_seq2seq = getattr(config, "is_encoder_decoder", False)
+    return library.AutoModelForSeq2SeqLM if is_seq2seq else library.AutoModelForCausalLM
+
+
+def made_of_config(library: Any, config: Any, **settings: Any) -> Any:
+    """Return a model of the class that a config is for."""
+    model_class = class_of_config(library, config)
+    if issubclass(model_class, library.PreTrainedModel):
+        return model_class._from_config(config, **settings)
+    return model_class.from_config(config, trust_remote_code=False, **settings)
+
+
+def give_values(model: Any, modules: Sequence[nn.Module]) -> None:
+    """Give first values to modules of which parameters have memory and no values, by the rules of their model.
 
     Of a `PreTrainedModel`, `_init_weights(module)` draws the parameters of one module, and makes its buffers that are
     not saved, such as the frequencies of rotary embeddings.
     """
-    module.to_empty(device=device)
-    for part in reversed(list(module.modules())):
-        model._init_weights(part)
+    for module in reversed(modules):
+        model._init_weights(module)
 
 
-def make_unsaved_buffers(model: Any, root: nn.Module, device: torch.device) -> None:
-    """Make the buffers anew that no file has, wherever they are on the meta device."""
-    for part in root.modules():
-        buffers = dict(part.named_buffers(recurse=False))
-        if buffers and any(tensor.is_meta for tensor in buffers.values()):
-            part.to_empty(device=device, recurse=False)
-            with torch.no_grad():
-                model._init_weights(part)
+def collects_outputs(model: nn.Module) -> bool:
+    """Whether modules of a model have hooks that collect outputs, as of hidden states, for the forward around them."""
+    return any(getattr(module, "_output_capturing_hooks_installed", False) for module in model.modules())
+
+
+def collect_outputs(model: Any) -> None:
+    """Put hooks that collect outputs on the modules of a model, as the first forward that asks for outputs does."""
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    maybe_install_capturing_hooks(model)
+
+
+def share_collecting_hooks(frame: nn.Module, device: torch.device) -> None:
+    """Let stand-ins have the hooks by which a model collects outputs."""
+    share_hooks(frame, lambda hook: getattr(hook, "__name__", "") == "output_capturing_hook")
 
 
 def device_map_of(model: Any) -> Any:
@@ -147,24 +220,39 @@ def router_class(model: Any) -> type[nn.Module] | None:
     return router if isinstance(router, type) and getattr(recorder, "index", 0) == 0 else None
 
 
-def computes_own_loss(model: Any) -> bool:
-    """Whether a class of transformers computes its loss itself: not shifted, and a mean of each microbatch alone.
+class LossKind(Enum):
+    """What a model compares with its labels."""
 
-    All others call `self.loss_function(logits, labels, ...)` in their forward.
+    SHIFTED = "the logits at the position before each label"
+    TOKENS = "the logits at the position of each label"
+    CLASSES = "the logits of each row, by the problem_type of the config"
+    UNKNOWN = "something else, or the model takes no labels"
+
+
+def loss_kind(model: Any) -> LossKind:
+    """Return of what kind the loss is that a class of transformers computes where it is given labels.
+
+    Its forward calls `self.loss_function(logits, labels, ...)`, or computes a cross entropy itself: of tokens, unless
+    it has losses for other problems of classifiers beside it. One that shifts labels itself is not taken.
     """
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    is_theirs = type(model).__module__.startswith("transformers.")
-    return is_theirs and code is not None and "loss_function" not in code.co_names
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return LossKind.UNKNOWN
+    if code is None or not type(model).__module__.startswith("transformers.") or "loss_function" in code.co_names:
+        return _KIND_BY_FUNCTION.get(model.loss_function.__name__, LossKind.UNKNOWN)
+    names = {*code.co_names, *code.co_varnames}
+    if not names & {"CrossEntropyLoss", "cross_entropy"} or names & {"shift_logits", "shift_labels"}:
+        return LossKind.UNKNOWN
+    return LossKind.CLASSES if "problem_type" in names else LossKind.TOKENS
 
 
-def pools_by_tokens(model: Any) -> bool:
-    """Whether a class of transformers takes the output at the last token of each row that is no padding.
-
-    Sequence classifiers look for the last one that is not `config.pad_token_id` behind the blocks, by an argmax.
-    """
-    forward = inspect.unwrap(type(model).forward)
-    code, is_theirs = getattr(forward, "__code__", None), forward.__module__.startswith("transformers.")
-    return is_theirs and code is not None and {"pad_token_id", "argmax"} <= set(code.co_names)
+_KIND_BY_FUNCTION = {
+    "ForCausalLMLoss": LossKind.SHIFTED,
+    "ForMaskedLMLoss": LossKind.TOKENS,
+    "ForTokenClassification": LossKind.TOKENS,
+    "ForSequenceClassificationLoss": LossKind.CLASSES,
+}
+"""The kinds of the functions that `loss_function` of a model is."""
 
 
 def has_balance_loss(model: Any) -> bool:

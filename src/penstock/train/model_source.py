@@ -106,6 +106,12 @@ def _layers_of_transformers(config: RunConfig, vocabulary: int) -> list[LayerSpe
         layers = from_transformers(model.transformers, dtype=model.torch_dtype, seed=config.run.seed)
     except ConfigError as error:
         raise ConfigError(error.problem, key=TRANSFORMERS) from error
+    if not layers.is_decoder:
+        raise ConfigError(
+            f"{model.transformers} is a {type(layers.whole).__name__}; a run file trains causal decoders on text. "
+            "Train others by a Pipeline in a script of yours",
+            key=TRANSFORMERS,
+        )
     if layers.config.vocab_size < vocabulary:
         raise ConfigError(
             f"{model.transformers} is for {layers.config.vocab_size} token ids, but the tokenizer has {vocabulary}; "

@@ -126,6 +126,18 @@ def test_a_changed_config_is_found_and_a_small_vocabulary_is_refused(files):
         build_layers(config, 600)
 
 
+def test_a_model_that_is_no_decoder_of_text_is_refused(files):
+    runpy.run_path(str(ROOT / "examples" / "t5" / "make_tiny.py"))["write"](files / "tiny-t5")
+
+    with pytest.raises(
+        ConfigError, match="tiny-t5 is a T5ForConditionalGeneration; a run file trains causal"
+    ) as caught:
+        build_layers(
+            config_of(model={"transformers": "tiny-t5"}, data={"files": ["text.txt"], "tokenizer": "bytes"}), 512
+        )
+    assert caught.value.key == "model.transformers"
+
+
 @pytest.mark.parametrize(
     ("model", "key"),
     [
@@ -156,5 +168,5 @@ def test_a_folder_of_no_language_model_is_one_message(files, capsys):
     assert main(["train", "run.toml", *(f"--set={setting}" for setting in settings)]) == 1
 
     error = capsys.readouterr().err
-    assert "model.transformers: unknown/config.json: transformers makes no causal language model of it" in error
+    assert "model.transformers: unknown/config.json: transformers makes no model of it" in error
     assert len(error.splitlines()) == 1

@@ -14,7 +14,7 @@ ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
 def test_an_output_of_other_shapes_or_types_than_found_is_refused():
-    routes = Routes([], frozenset(), {"a#0": ((3,),)}, {"a#0.0": torch.float32}, {})
+    routes = Routes([], frozenset(), {"a#0": ((3,),)}, {}, {"a#0.0": torch.float32}, {})
     require_kinds("a#0", [torch.ones(3), 1], routes)
     with pytest.raises(PenstockError, match=r"'a' returns tensors of the shapes \[\(2,\)\]; expected \[\(3,\)\]"):
         require_kinds("a#0", (torch.ones(2), None), routes)

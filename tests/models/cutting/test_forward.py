@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.models.cutting.cut import cut
+from penstock.models.cutting.cut import ByName, cut
+from penstock.models.cutting.forward import CutForward, Segment
+from penstock.models.cutting.frame import Template
+from penstock.models.cutting.part import part_class
+from penstock.models.cutting.points import cut_model
 from tests.support.local_pipelines import on_ranks, square_loss, values
 
 ROWS, TARGET = values(1, 8, 3, 4, dtype=torch.float64), values(2, 8, 3, 4, dtype=torch.float64)
@@ -74,3 +78,34 @@ def test_several_chains_train_as_in_one_process(schedule, num_ranks):
         torch.testing.assert_close(found_loss, loss.detach(), rtol=1e-12, atol=0)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-12)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, rows):
+        for block in self.blocks:
+            rows = block(rows)
+        return rows
+
+
+def test_a_part_of_several_submodules_whose_outputs_go_on_as_they_are_runs_all_of_them():
+    torch.manual_seed(0)
+    model = Plain().double()
+    entry = ByName(model)
+    forward = CutForward(Template(model, cut_model(model, ["blocks.*"])), entry)
+    names = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    segments = (Segment(None, "blocks.1", names[:1]), Segment("blocks.1", "blocks.3", names[1:3]))
+    segments = (*segments, Segment("blocks.3", None, names[3:]))
+    first, middle, last = (
+        part_class(entry.batch_signature)(
+            forward, segment.modules[0], segment, {name: model.get_submodule(name) for name in segment.modules}, {}
+        )
+        for segment in segments
+    )
+
+    for _ in range(2):
+        found = last(middle(first(rows=ROWS), rows=ROWS), rows=ROWS)
+        torch.testing.assert_close(found, model(ROWS), rtol=1e-12, atol=0)

@@ -61,6 +61,14 @@ def test_what_is_computed_of_a_leaf_has_its_label_and_all_else_its_values(comput
     assert is_labelled or value.device == CPU
 
 
+def test_rows_that_a_known_mask_selects_have_their_number():
+    with Labels(Watched(), CPU) as labels:
+        leaf = labelled(labels)
+
+        assert leaf[KEPT].shape == leaf[KEPT, :].shape == (4, 4)
+        assert (leaf[KEPT, :] + ROWS[KEPT]).shape == (4, 4)
+
+
 def test_a_leaf_says_where_it_would_be_and_is_a_leaf_until_it_is_changed():
     with Labels(Watched(), CPU) as labels:
         leaf = labelled(labels)

@@ -18,7 +18,7 @@ class Block(nn.Module):
         return hidden
 
 
-ROUTES = Routes([], frozenset(), {}, {}, {"blocks.0": {"calls"}})
+ROUTES = Routes([], frozenset(), {}, {}, {}, {"blocks.0": {"calls"}})
 
 
 def call(seen, change=None):

@@ -18,7 +18,8 @@ from penstock.models.cutting.routes import (
 
 
 def route(name, value, table, *args, outputs=()):
-    return PointRoute(name, form_of(value, table), form_of((args, {}), table), True, output_labels=outputs)
+    forms = form_of(value, table), form_of((args, {}), table)
+    return PointRoute(name, *forms, True, output_labels=outputs, input_labels=(table.leaf_label(value),))
 
 
 def three_points():
@@ -82,7 +83,7 @@ def test_a_form_has_references_in_the_place_of_leaves_and_is_filled_with_them():
 
 def test_routes_are_equal_where_their_constants_are():
     routes = [
-        Routes([route("a", torch.full((2,), value), LabelTable())], frozenset(), {}, {}, {}) for value in (1, 1, 2)
+        Routes([route("a", torch.full((2,), value), LabelTable())], frozenset(), {}, {}, {}, {}) for value in (1, 1, 2)
     ]
 
     assert are_equal(routes[0], routes[1])

@@ -6,7 +6,8 @@ from torch import nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.placeholders import Placeholder
-from penstock.models.cutting.stand_in import StandIn, bare_parameter
+from penstock.models.cutting.stand_in import StandIn, bare_parameter, share_hooks
+from penstock.models.cutting.undocumented import forward_hooks
 
 
 class Block(nn.Linear):
@@ -46,7 +47,7 @@ class Host:
     """A frame in evaluation mode."""
 
     def __init__(self, run):
-        self.run = run
+        self.run, self.written = run, []
 
     def mode_of(self, owner):
         return False
@@ -83,7 +84,7 @@ def test_what_the_forward_sets_is_read_again_until_the_next_run():
     block.scale = 5
     assert block.scale == 5
     del block.scale
-    block.begin_run()
+    block.forget_written()
     assert block.scale == 1.5
     assert [note[:2] for note in run.notes] == [("blocks.0", "scale")] * 3
 
@@ -137,3 +138,39 @@ def test_the_place_of_a_parameter_has_its_strides_and_asks_for_a_gradient_as_it_
     assert bare.is_meta
     assert bare.stride() == (1, 3)
     assert not bare.requires_grad
+
+
+def test_hooks_that_a_forward_puts_on_a_stand_in_see_its_output_and_may_change_it():
+    block = stand_in(NotedRun())
+    handles = [
+        block.register_forward_hook(lambda module, args, output: output + args[0]),
+        block.register_forward_hook(lambda module, args, kwargs, output: output * kwargs["scale"], with_kwargs=True),
+    ]
+
+    assert (block(3, scale=5), block.forward(3)) == (30, 3)
+    for handle in handles:
+        handle.remove()
+    assert block(3) == 3
+
+
+def test_shared_hooks_run_on_outputs_of_stand_ins_and_once_where_the_submodule_itself_runs():
+    outputs, owner = [], Block()
+
+    def collect(module, args, output):
+        outputs.append(output)
+
+    def other(module, args, output):
+        raise AssertionError
+
+    owner.register_forward_hook(collect)
+    owner.register_forward_hook(other)
+    frame = nn.ModuleList([stand_in(NotedRun(), owner), stand_in(NotedRun(owner), owner)])
+    absent, local = frame
+
+    share_hooks(frame, lambda hook: hook is collect)
+    absent(3)
+    local(4)
+
+    assert outputs == [3], "the run calls a submodule that is there, with its hooks"
+    assert forward_hooks(absent._target[1].module) == [(other, False)]
+    assert forward_hooks(owner) == [(collect, False), (other, False)]

@@ -1,13 +1,15 @@
-"""Canaries: torch counts changes in place, also those of views, marks what it has compiled, and what it saves."""
+"""Canaries: torch counts changes in place, also of views, and marks what it has compiled, saves and hooks onto."""
 
 import torch
 from torch import nn
 
 from penstock.models.cutting.undocumented import (
+    forward_hooks,
     is_compiled,
     is_saved,
     own_tensors_of,
     plain_attributes_of,
+    remove_forward_hooks,
     storage_key,
     storage_of,
     version_of,
@@ -54,3 +56,21 @@ def test_a_module_has_its_own_tensors_in_two_dicts_which_reads_follow():
     module.scale = 3
     assert plain_attributes_of(module)["scale"] == 3
     assert not {"_parameters", "_buffers", "_modules", "training"} & plain_attributes_of(module).keys()
+
+
+def test_forward_hooks_are_listed_in_their_order_and_can_be_removed():
+    module = nn.Linear(2, 2)
+
+    def first(module, args, output):
+        return output + 1
+
+    def second(module, args, kwargs, output):
+        return output * 0
+
+    module.register_forward_hook(first)
+    module.register_forward_hook(second, with_kwargs=True)
+
+    assert forward_hooks(module) == [(first, False), (second, True)]
+    remove_forward_hooks(module, lambda hook: hook is second)
+    assert forward_hooks(module) == [(first, False)]
+    torch.testing.assert_close(module(torch.zeros(2)), module.bias + 1)

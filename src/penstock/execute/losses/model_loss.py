@@ -18,9 +18,8 @@ class LayersWithLoss(Sequence[LayerType]):
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss of a microbatch, a mean over what `count` counts."""
 
-    @staticmethod
     @abstractmethod
-    def count(target: Any) -> int:
+    def count(self, target: Any) -> int:
         """Return how many targets of a microbatch its loss is the mean of."""
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from penstock.models.cutting.local_calls import call_module
 from penstock.models.cutting.part_leaves import PartLeaves
 from penstock.models.cutting.placeholders import DELETED, Placeholder, without_values
 from penstock.models.cutting.points import first_argument
-from penstock.models.cutting.routes import Routes
+from penstock.models.cutting.routes import Routes, is_input_label
 from penstock.models.cutting.trees import map_tensors, tensors_in
 
 
@@ -71,20 +72,14 @@ class Course:
         """Refuse a value that depends on what is not here. Raises: PenstockError."""
         labels = self.labels.labels_of(value)
         if labels:
-            raise self._lack(labels, place)
-
-    def _lack(self, labels: frozenset[str], place: str) -> PenstockError:
-        return PenstockError(
-            f"{place} depends on {maker_of(min(labels))!r}, which a layer of another stage computes or holds, and "
-            "which a run without values did not use; all that the forward decides by must follow from the batch"
-        )
+            raise _lack(labels, place)
 
     # ---- what operators do
 
     def use_labels(self, labels: frozenset[str]) -> None:
         """Refuse code of the part that computes from what is not here. Raises: PenstockError."""
         if self.is_inside:
-            raise self._lack(labels, "what the forward computes")
+            raise _lack(labels, "what the forward computes")
 
     def draw(self, label: str, compute: Callable[[], Any]) -> tuple[Any, bool]:
         """Draw within the part; before it, return what arrived, or a result without values."""
@@ -106,6 +101,7 @@ class Course:
         Raises:
             Stopped: the part ends here; the exception has its output.
         """
+        args, kwargs = self.labels.replaced((args, kwargs))
         if name in self.positions:
             args, kwargs = self._at_point(name, args, kwargs, placeholder)
         label = f"{name}#{self._num_calls[name]}"
@@ -117,10 +113,12 @@ class Course:
             require_kinds(label, output, self.routes)
             self.leaves.keep_output(label, output)
             return output
-        with self.labels.paused():
-            output = placeholder.output(method, args, kwargs, is_training=True)
-        next_index = iter(range(len(self.routes.shapes[label])))
-        input_ids = set(map(id, tensors_in((args, kwargs))))
+        output, input_ids = self.routes.outputs.get(label), set()
+        if output is None:
+            input_ids = set(map(id, tensors_in((args, kwargs))))
+            with self.labels.paused():
+                output = placeholder.output(method, args, kwargs, is_training=True)
+        next_index = count()
 
         def arriving(tensor: Tensor) -> Tensor:
             index = next(next_index)
@@ -156,6 +154,7 @@ class Course:
         elif value is DELETED:
             delattr(module, attribute)
         else:
+            value = self.labels.replaced(value)
             self.require_values(value, f"the attribute {attribute!r} of {name!r}")
             setattr(module, attribute, value)
 
@@ -169,8 +168,15 @@ class Course:
         if self.positions[name] != self.position:
             raise PenstockError(f"the forward calls {name!r} in another order than a run of it without values")
         first, further_args, further_kwargs = first_argument(args, kwargs, placeholder.owner)
-        if name == self.stop:
+        labels = self.routes.points[self.position].input_labels
+        inputs = [(label, tensor) for label, tensor in zip(labels, tensors_in(first), strict=True) if label is not None]
+        if name == self.stop or (self.is_inside and name != self.start):
             self.require_values(first, f"what comes to {name!r}")
+            for label, tensor in inputs:
+                self.leaves.keep(label, tensor)
+        else:
+            self._replace_inputs(name, inputs)
+        if name == self.stop:
             raise Stopped(first)
         if name == self.start:
             # What the forward has brought here has no values: the part's input, from another stage, takes its place.
@@ -180,12 +186,27 @@ class Course:
             return (), {**{next(iter(kwargs)): self.part_input}, **further_kwargs}
         return args, kwargs
 
+    def _replace_inputs(self, name: str, inputs: list[tuple[str, Tensor]]) -> None:
+        """Let what the forward has computed for a point be a leaf from here on, as far as it has arrived."""
+        for label, tensor in inputs:
+            if is_input_label(name, label):
+                with self.labels.paused():
+                    bare = without_values(tensor)
+                self.labels.replace(tensor, self._arriving(label, bare))
+
     def _arriving(self, label: str, bare: Tensor) -> Tensor:
         """Return a leaf that arrived, or one without values."""
         if label in self.leaves.arrived:
             return self.leaves.arrived[label]
         self.labels.add_leaf(bare, label)
         return bare
+
+
+def _lack(labels: frozenset[str], place: str) -> PenstockError:
+    return PenstockError(
+        f"{place} depends on {maker_of(min(labels))!r}, which a layer of another stage computes or holds, and which a "
+        "run without values did not use; all that the forward decides by must follow from the batch"
+    )
 
 
 def require_kinds(label: str, output: Any, routes: Routes) -> None:

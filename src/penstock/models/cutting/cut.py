@@ -24,8 +24,8 @@ def cut(model: nn.Module, points: Sequence[str]) -> list[CutPart]:
     `ps.cut` (`checkpoints/cutting.py`) is this function with weights from files.
 
     Raises:
-        ConfigError: `points` are not submodules, or lie in one another, or are out of order; or the module has no
-            values, as on the meta device.
+        ConfigError: `points` are not submodules, or lie in one another; or the module has no values, as on the meta
+            device.
     """
     require_cuttable(model)
     _require_values(model)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -37,10 +38,9 @@ class PartCall:
 
     def device(self, part_modules: Mapping[str, nn.Module]) -> torch.device:
         """Return the device of the part's modules, else that of its inputs."""
-        for module in part_modules.values():
-            for tensor in (*module.parameters(), *module.buffers()):
-                return tensor.device
-        tensors = tensors_in((self.inputs, dict(self.keywords)))
+        modules = part_modules.values()
+        part_tensors = (tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
+        tensors = chain(part_tensors, tensors_in((self.inputs, dict(self.keywords))))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 

@@ -75,7 +75,7 @@ class CutForward:
         trials = self.trials
         routes = trials.routes(part_call, device, segment.start)
         arrived = self._arrived(segment, part_call, routes, leaves)
-        if segment.start in routes.short and segment.stop is not None:
+        if segment.start in routes.short and segment.stop is not None and len(segment.modules) == 1:
             return self._run_alone(part_modules, segment.start, part_call.inputs[0], arrived, routes)
         frame = trials.frame(device)
         wanted = () if segment.stop is None else routes.carried_before(self.template.positions[segment.stop])
@@ -108,6 +108,7 @@ class CutForward:
             except Stopped as stopped:  # the forward came to the point at which the part ends
                 output = stopped.output
             changes.keep()
+        output = course.labels.replaced(output)
         course.require_values(output, "the output of the forward")
         trials.end_run(frame)
         return _part_output(output, part_leaves.outgoing())
@@ -138,9 +139,8 @@ class CutForward:
                 f"{point.name!r} gets {sorted(leaves)} of earlier layers; expected {sorted(point.carried)}: the stages "
                 "went other ways through the forward. Pass the same batch on all ranks"
             )
-        label = point.input_label
-        is_input = label is not None and label not in routes.changed
-        return {**leaves, label: part_call.inputs[0]} if is_input and label is not None else dict(leaves)
+        inputs = zip(point.input_labels, tensors_in(part_call.inputs[0]), strict=True)
+        return {**leaves, **{label: item for label, item in inputs if label and label not in routes.changed}}
 
     @property
     def trials(self) -> Trials:

@@ -65,6 +65,8 @@ class Frame:
         self.template, self.device = template, device
         self.run: Run | None = None
         """The run that is under way; None between runs."""
+        self.written: list[StandIn] = []
+        """The stand-ins on which the run has set attributes."""
         self._is_training = False
         self.stand_ins = {name: StandIn(name, placeholder, self) for name, placeholder in template.placeholders.items()}
         # deepcopy takes what `memo` has for an object in place of a copy.
@@ -95,8 +97,9 @@ class Frame:
     ) -> Iterator[nn.Module]:
         """Let the model's forward run inside; `tensors` take the places of parameters and buffers around the points."""
         self._is_training = is_training
-        for stand_in in self.stand_ins.values():
-            stand_in.begin_run()
+        for stand_in in self.written:
+            stand_in.forget_written()
+        self.written.clear()
         for path, module in self._modules:
             module.training = self.mode_of(self._owners.get(path, self.template.model))
         for name in self.template.saved_names:

@@ -55,8 +55,9 @@ READS = {
 class Watch(Protocol):
     """A run of the forward that is told what its operators do."""
 
-    place: str
-    """The code that runs now, for messages."""
+    @property
+    def place(self) -> str:
+        """The code that runs now, for messages."""
 
     def use_labels(self, labels: frozenset[str]) -> None:
         """Note that an operator has computed from leaves of these labels."""
@@ -73,6 +74,18 @@ class Labels(LabelTable, TorchFunctionMode):
         super().__init__()
         self._watch, self._device = watch, device
         self._num_draws = 0
+        self._replacements: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors of the forward, by id, in whose place operators get another one."""
+
+    def replace(self, tensor: Tensor, replacement: Tensor) -> None:
+        """Let operators and submodules get another tensor wherever the forward hands on this one."""
+        self._replacements[id(tensor)] = tensor, replacement  # kept, so that no other tensor gets this id
+
+    def replaced(self, value: Any) -> Any:
+        """Return a tree with the replacements of its tensors."""
+        if not self._replacements:
+            return value
+        return map_tensors(lambda tensor: self._replacements.get(id(tensor), (tensor, tensor))[1], value)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -84,7 +97,7 @@ class Labels(LabelTable, TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self.replaced((args, kwargs or {}))
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._read_attribute(func, args, kwargs)
@@ -114,7 +127,7 @@ class Labels(LabelTable, TorchFunctionMode):
         meta_by_id = {id(tensor): tensor if tensor.is_meta else tensor.to("meta") for tensor in tensors}
         versions = [version_of(meta_by_id[id(tensor)]) for tensor in tensors]
         meta_args, meta_kwargs = map_tensors(lambda tensor: meta_by_id[id(tensor)], (args, kwargs))
-        output = self._run(func, meta_args, meta_kwargs)
+        output = self._run(func, meta_args, meta_kwargs, (args, kwargs))
         is_used = False
         for tensor, version in zip(tensors, versions, strict=True):
             if version_of(meta_by_id[id(tensor)]) != version:
@@ -135,7 +148,8 @@ class Labels(LabelTable, TorchFunctionMode):
             return output
         return output.to(torch.get_autocast_dtype(kind))
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, original: Any = None) -> Any:
+        """Run an operator on the meta device; `original` are the arguments with the values of constants."""
         if "device" in kwargs:  # the result goes nowhere: it is not there
             kwargs = kwargs | {"device": "meta"}
         args = tuple(torch.device("meta") if isinstance(item, torch.device) else item for item in args)
@@ -147,11 +161,11 @@ class Labels(LabelTable, TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:  # an operator whose result has a shape that values decide, as h[mask]
-            dense_args, dense_kwargs = map_tensors(self._dense, (args, kwargs))
+            dense_args, dense_kwargs = map_tensors(self._dense, original or (args, kwargs))
             return map_tensors(lambda tensor: tensor.to("meta"), func(*dense_args, **dense_kwargs))
 
     def _dense(self, tensor: Tensor) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
 
     def _draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Label a random draw as a leaf: one process draws once, so one part draws, and the others get its result."""

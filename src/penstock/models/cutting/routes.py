@@ -10,6 +10,7 @@ code before a point computes of leaves is computed again by each part that needs
 
 import itertools
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,16 @@ class Form:
         return map_items(lambda item: leaves[item.label] if isinstance(item, LeafRef) else item, self.tree)
 
 
+def input_label(name: str, index: int) -> str:
+    """Return the label of a computed tensor of the first argument of the point `name`."""
+    return f"{name}#input.{index}"
+
+
+def is_input_label(name: str, label: str) -> bool:
+    """Whether a label is that of a computed tensor of the first argument of the point `name`."""
+    return label.startswith(f"{name}#input.")
+
+
 def form_of(value: Any, table: LabelTable) -> Form:
     """Return a value with references in the place of its leaves."""
     is_whole = True
@@ -90,8 +101,14 @@ class PointRoute:
     """The keyword of its first argument; None for one by position."""
     output_labels: tuple[str | None, ...] = ()
     """The labels of the tensors that it returns; None for one that it was given."""
+    input_labels: tuple[str | None, ...] = ()
+    """The labels of the tensors of its first argument; None for one that follows from the batch."""
     carried: tuple[str, ...] = ()
     """The labels of the leaves that travel to its part, beside its first argument."""
+
+    def arriving(self, changed: AbstractSet[str]) -> set[str]:
+        """Return the labels of what its part has when it begins; `changed` are leaves that are changed in place."""
+        return {*self.carried, *(label for label in self.input_labels if label is not None and label not in changed)}
 
     def with_first(
         self, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,11 +117,6 @@ class PointRoute:
         if self.first_keyword is None:
             return (first, *args), kwargs
         return args, {self.first_keyword: first, **kwargs}
-
-    @property
-    def input_label(self) -> str | None:
-        """The label of the first argument where it is a leaf as it was made."""
-        return self.input.tree.label if isinstance(self.input.tree, LeafRef) else None
 
 
 @dataclass(slots=True)
@@ -117,6 +129,8 @@ class Routes:
     """The labels of leaves that the forward changes in place."""
     shapes: Mapping[str, tuple[tuple[int, ...], ...]]
     """The shapes of the tensors that each call of a submodule returns."""
+    outputs: Mapping[str, Any]
+    """What each call of a submodule returns, without values; not of one that returns a tensor that it was given."""
     types: Mapping[str, torch.dtype]
     """The types of leaves for which the forward asks, by label."""
     reads: Mapping[str, set[str]]
@@ -156,14 +170,14 @@ def carry(
     for position in reversed(range(len(points))):
         point, segment = points[position], position + 1
         open_labels = {label for label in open_labels | needs.get(segment, set()) if made_in[label] < segment}
-        point.carried = tuple(sorted(open_labels - ({point.input_label} - changed)))
+        point.carried = tuple(sorted(open_labels - (set(point.input_labels) - changed)))
 
 
 def short_points(points: Sequence[PointRoute], changed: set[str], written: set[str]) -> frozenset[str]:
     """Return the points whose parts can run without the forward; `written` are submodules whose attributes it sets."""
     names = []
     for point, following in itertools.pairwise(points):
-        arriving = {*point.carried, *({point.input_label} - changed)}
+        arriving = point.arriving(changed)
         leaving = arriving | set(point.output_labels)
         is_alone = point.runs_alone and point.name not in written
         has_arguments = point.arguments.is_whole and point.arguments.is_unchanged and point.arguments.labels <= arriving

@@ -1,5 +1,6 @@
 """`StandIn`: takes the place of a submodule in a frame, and asks the run that is under way what it returns."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.placeholders import DELETED, Placeholder
-from penstock.models.cutting.undocumented import own_tensors_of
+from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_forward_hooks
 
 CALL, FORWARD = "__call__", "forward"
 CHANGES_OWN = (
@@ -43,6 +44,8 @@ class Host(Protocol):
 
     run: Run | None
     """The run that is under way; None between runs."""
+    written: list["StandIn"]
+    """The stand-ins on which the run has set attributes."""
 
     def mode_of(self, owner: nn.Module) -> bool:
         """Return whether a submodule of another part is in training mode."""
@@ -62,12 +65,11 @@ class StandIn(nn.Module):
         parameters.update(placeholder.module.named_parameters(recurse=False))
         buffers.update(placeholder.module.named_buffers(recurse=False))
 
-    def begin_run(self) -> None:
-        """Forget what an earlier run has set."""
-        if self._written:
-            self._written.clear()
-        for nested in self._nested.values():
-            nested.begin_run()
+    def forget_written(self) -> None:
+        """Forget what a run of the forward has set."""
+        for name in self._written:
+            self.__dict__.pop(name, None)
+        self._written.clear()
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -104,25 +106,27 @@ class StandIn(nn.Module):
         """Ignore the dict that nn.Module's constructor makes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask the run for what a call returns, hooks included."""
-        return self._call_method(CALL, *args, **kwargs)
+        """Ask the run for what a call returns, hooks included; then run the hooks that the stand-in has itself."""
+        output = self._call_method(CALL, *args, **kwargs)
+        hooks = forward_hooks(self)
+        if not hooks:
+            return output
+        name, _, host = self._target
+        local_module = None if host.run is None else host.run.local_module(name)
+        run_hooks = [] if local_module is None else forward_hooks(local_module)
+        for hook, takes_keywords in hooks:
+            if (hook, takes_keywords) not in run_hooks:
+                result = hook(self, args, kwargs, output) if takes_keywords else hook(self, args, output)
+                output = output if result is None else result
+        return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the run for what the module's forward alone returns."""
         return self._call_method(FORWARD, *args, **kwargs)
 
-    def __getattribute__(self, name: str) -> Any:
-        """Return what the forward has set, if it has."""
-        written = object.__getattribute__(self, "_written") if not name.startswith("_") else {}
-        if name in written:
-            if written[name] is DELETED:
-                raise AttributeError(f"{name!r} was deleted")
-            return written[name]
-        return super().__getattribute__(name)
-
     def __getattr__(self, name: str) -> Any:
         module_name, placeholder, host = self._target
-        if name in self._written:  # deleted, though its owner has it
+        if name in self._written:  # and is not there: its owner has it, but the forward has deleted it
             raise AttributeError(f"{name!r} was deleted")
         if name in self._modules:
             return self._nested[name]
@@ -149,7 +153,13 @@ class StandIn(nn.Module):
         if host.run is None:
             raise PenstockError(f"an attribute {name!r} is set on the stand-in of {module_name!r} outside of a forward")
         host.run.write(module_name, name, value, placeholder)
+        if not self._written:
+            host.written.append(self)
         self._written[name] = value
+        if value is DELETED:
+            self.__dict__.pop(name, None)
+        else:
+            self.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
         setattr(self, name, DELETED)
@@ -161,6 +171,24 @@ class StandIn(nn.Module):
                 f"the stand-in of {name!r} is called outside of a forward; call the layers of the pipeline"
             )
         return host.run.call_method(name, method, args, kwargs, placeholder)
+
+
+def share_hooks(root: nn.Module, is_shared: Callable[[Any], bool]) -> None:
+    """Let the stand-ins of a frame run some forward hooks of the submodules whose places they take.
+
+    Such hooks collect outputs for the forward around the submodules. They see the outputs of stand-ins, not those of
+    the copies without values by which these are found.
+    """
+    if type(root) is not StandIn:
+        for child in root.children():
+            share_hooks(child, is_shared)
+        return
+    _, placeholder, _ = root._target
+    for module in placeholder.module.modules():
+        remove_forward_hooks(module, is_shared)
+    for hook, takes_keywords in forward_hooks(placeholder.owner):
+        if is_shared(hook):
+            root.register_forward_hook(hook, with_kwargs=takes_keywords)
 
 
 def _tensor_attribute(full_name: str, value: Any, placeholder: Placeholder, run: Run | None) -> Any:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.labels import DRAW, Labels
+from penstock.models.cutting.labels import Labels
 from penstock.models.cutting.placeholders import Placeholder, without_values
 from penstock.models.cutting.points import first_argument
-from penstock.models.cutting.routes import PointRoute, Routes, carry, form_of, short_points
+from penstock.models.cutting.routes import PointRoute, Routes, carry, form_of, input_label, short_points
 from penstock.models.cutting.stand_in import CALL
 from penstock.models.cutting.trees import tensors_in
 
@@ -44,11 +44,14 @@ class Trial:
     place: str = field(init=False)
     """The code that runs now, for messages."""
     segment: int = 0
+    has_draws: bool = False
+    """Whether random draws between the submodules were followed."""
     _points: list[PointRoute] = field(default_factory=list)
     _needs: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _made_in: dict[str, int] = field(default_factory=dict)
     _num_calls: Counter[str] = field(default_factory=Counter)
     _shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    _outputs: dict[str, Any] = field(default_factory=dict)
     _types: dict[str, torch.dtype] = field(default_factory=dict)
     _reads: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     _written: set[str] = field(default_factory=set)
@@ -72,14 +75,9 @@ class Trial:
         self._made_in[name] = 0
         return bare
 
-    @property
-    def has_draws(self) -> bool:
-        """Whether random draws between the submodules were followed."""
-        return any(label.startswith(DRAW) for label in self._made_in)
-
     def finish(self, output: Any) -> Routes:
         """Return what was found; `output` is that of the forward. Raises: PenstockError."""
-        self.use_labels(self.labels.labels_of(output))
+        self.use_labels(self.labels.labels_of(self.labels.replaced(output)))
         missing_names = [name for name in self.positions if name not in self._num_calls]
         if missing_names and self.called_names is None:
             raise PenstockError(
@@ -89,7 +87,7 @@ class Trial:
         changed = self.labels.changed_labels
         short = short_points(self._points, changed, self._written)
         types = {label: self._types[label] for label in self.labels.typed_labels if label in self._types}
-        return Routes(self._points, frozenset(changed), self._shapes, types, self._reads, short)
+        return Routes(self._points, frozenset(changed), self._shapes, self._outputs, types, self._reads, short)
 
     # ---- what operators do
 
@@ -101,6 +99,7 @@ class Trial:
     def draw(self, label: str, compute: Callable[[], Any]) -> tuple[Any, bool]:
         """Note a random draw of the current segment."""
         self._made_in[label] = self.segment
+        self.has_draws = True
         return compute(), False
 
     # ---- what stand-ins are asked
@@ -113,6 +112,7 @@ class Trial:
         Raises:
             PenstockError: the forward calls something out of order, or a part of a submodule.
         """
+        args, kwargs = self.labels.replaced((args, kwargs))
         if self.called_names is not None:
             self.called_names.append(name)
         if name not in self.modules or (name in self.positions and method not in (CALL, "forward")):
@@ -167,6 +167,7 @@ class Trial:
             )
         self._written.add(holder)
         self._reads[name].add(attribute)  # as far as the next reading: the submodule itself must leave it alone
+        value = self.labels.replaced(value)
         self._needs[own_segment] |= self.labels.labels_of(value)
         with self.labels.paused():
             placeholder.write(attribute, value)
@@ -193,12 +194,32 @@ class Trial:
         self.use_labels(input_form.labels)
         if not self.segment:
             self.at_first_point()
+        input_labels = tuple(self._input_label(name, *item) for item in enumerate(tensors_in(first)))
         self.segment += 1
         self.place = f"in the forward of {self.model_name} behind {name!r}"
         self.use_labels(argument_form.labels)
         runs_alone = method == CALL and modes_of(self.device) == self._modes
         first_keyword = None if args else next(iter(kwargs))
-        self._points.append(PointRoute(name, input_form, argument_form, runs_alone, first_keyword))
+        self._points.append(
+            PointRoute(name, input_form, argument_form, runs_alone, first_keyword, input_labels=input_labels)
+        )
+
+    def _input_label(self, name: str, index: int, tensor: Tensor) -> str | None:
+        """Return the label of a tensor of the first argument of a point.
+
+        One that is computed is a leaf from here on: the part gets it as its input, and need not compute it again for
+        what the forward adds to it behind the point.
+        """
+        label = self.labels.leaf_label(tensor)
+        if label is not None or not self.labels.labels_of(tensor):
+            return label
+        label = input_label(name, index)
+        with self.labels.paused():
+            leaf = without_values(tensor)
+        self.labels.add_leaf(leaf, label)
+        self.labels.replace(tensor, leaf)
+        self._made_in[label] = self.segment
+        return label
 
     def _labelled(self, name: str, label: str, output: Any, inputs: Any) -> Any:
         """Label the tensors of an output that are not among the inputs; return the output."""
@@ -212,6 +233,8 @@ class Trial:
                 self.labels.add_leaf(tensor, f"{label}.{index}")
                 self._made_in[f"{label}.{index}"] = self.segment
                 self._types[f"{label}.{index}"] = tensor.dtype
+        if None not in labels:
+            self._outputs[label] = output
         if name in self.positions:
             self._points[-1].output_labels = tuple(labels)
         return output

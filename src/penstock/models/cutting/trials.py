@@ -24,6 +24,8 @@ from penstock.models.cutting.trees import tensors_in
 from penstock.models.cutting.trial import Trial, modes_of
 from penstock.models.cutting.undocumented import version_of
 
+MOST_ATTEMPTS = 4
+"""Number of runs in a row that must find a draw of Python's generator, which all threads share."""
 MOST_KINDS = 16
 """Number of kinds of batches without keywords whose routes are remembered."""
 
@@ -72,17 +74,6 @@ class Trials:
                 self._known_routes.clear()
             self._known_routes[kind] = self._checked_routes(device, part_call)
         return self._known_routes[kind]
-
-    def called_names(self, part_call: PartCall) -> list[str]:
-        """Return the submodules in the order in which the forward calls them, which may be any."""
-        frame = self.frame(part_call.device({}))
-        trial = self._new_trial(frame, part_call)
-        names: list[str] = []
-        trial.called_names = names
-        with frame.running(trial, trial.labels, {}, is_training=part_call.is_training) as model:
-            trial.add_saved_tensors(frame.saved_tensors())
-            self._entry.call(model, replace(part_call, run=trial))
-        return names
 
     def frame(self, device: torch.device) -> Frame:
         """Return the frame on a device."""
@@ -134,7 +125,7 @@ class Trials:
         return routes
 
     def _try(
-        self, frame: Frame, part_call: PartCall, earlier_state: Mapping[str, Any]
+        self, frame: Frame, part_call: PartCall, earlier_state: Mapping[str, Any], attempt: int = 1
     ) -> tuple[Routes, dict[str, Any]]:
         """Run the forward without values; return its routes, and the attributes that it leaves changed, by name."""
         frame.put_values({name: copied(value) for name, value in earlier_state.items()})
@@ -165,6 +156,8 @@ class Trials:
                 "each stage would change it again; let it change a clone()"
             )
         if _drawn_outside() != python_state or (has_drawn and not trial.has_draws):
+            if attempt < MOST_ATTEMPTS:  # another thread may have drawn, as one of a data loader does
+                return self._try(Frame(self.template, frame.device), part_call, earlier_state, attempt + 1)
             raise PenstockError(
                 f"the forward of {self.template.name} draws random numbers between its submodules by Python's or "
                 "NumPy's random, or by an operator that is not followed, as for a layer drop, so that each stage would "

@@ -1,5 +1,6 @@
-"""Uses of torch that it does not document: changes in place, identities of memory, compiled modules, buffers."""
+"""Uses of torch that it does not document: changes in place, identities of memory, compiled modules, buffers, hooks."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
@@ -42,3 +43,16 @@ def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module, hooks among them, that are no parameters, buffers, submodules or modes."""
     hidden = {"_parameters", "_buffers", "_modules", "training"}
     return {name: value for name, value in vars(module).items() if name not in hidden}
+
+
+def forward_hooks(module: nn.Module) -> list[tuple[Any, bool]]:
+    """Return the forward hooks of a module in their order, and whether each takes keywords."""
+    if not module._forward_hooks:
+        return []
+    return [(hook, key in module._forward_hooks_with_kwargs) for key, hook in module._forward_hooks.items()]
+
+
+def remove_forward_hooks(module: nn.Module, is_removed: Callable[[Any], bool]) -> None:
+    """Remove some forward hooks of a module."""
+    for key in [key for key, hook in module._forward_hooks.items() if is_removed(hook)]:
+        del module._forward_hooks[key]
