@@ -55,7 +55,7 @@ class Stepping(Plain):
 
         def forward(self, hidden, further_step):
             hidden, step = hidden
-            return super().forward(hidden + step) * further_step
+            return super().forward(hidden + step + further_step)
 
     block = Stepped
 
