@@ -105,7 +105,7 @@ class Outer(Plain):
         super().__init__()
         del self.blocks
         self.inner = Inner()
-        self.final_norm, self.final_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+        self.final_norm, self.final_head = nn.RMSNorm(WIDTH, eps=0.1), nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens, scale=2.0, *others, keep=True):
         hidden, kept = self.inner(self.embedding(tokens) * scale, keep=keep)

@@ -68,7 +68,8 @@ class Plain(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(self.block() for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+        # Unlike a LayerNorm, it shows what is added to all features alike, and by its eps also what they are scaled by.
+        self.norm, self.head = nn.RMSNorm(WIDTH, eps=0.1), nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens):
         hidden = self.embedding(tokens)

@@ -60,10 +60,10 @@ class Stepping(Plain):
     block = Stepped
 
     def forward(self, tokens):
-        hidden, step = self.embedding(tokens), torch.ones(())
+        hidden, step = self.embedding(tokens), torch.linspace(0, 1, WIDTH)
         for block in self.blocks:
             hidden = block((hidden, step), step)
-            step.add_(1)
+            step.mul_(2)
         return self.head(self.norm(hidden))
 
 
