@@ -55,6 +55,37 @@ class Alternating(Plain):
         return self.head(self.norm(hidden))
 
 
+class Gathering(Plain):
+    """Each forward adds to a set, and counts with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {0}
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens) * len(self.seen)
+        for block in self.blocks:
+            hidden = block(hidden)
+        self.seen.add(len(self.seen))
+        return self.head(self.norm(hidden))
+
+
+class Standardized(Plain):
+    """A module before the blocks has saved buffers alone, and changes them in training."""
+
+    def __init__(self):
+        super().__init__()
+        blocks, norm, head = (self._modules.pop(name) for name in ("blocks", "norm", "head"))
+        self.statistics = nn.BatchNorm1d(WIDTH, affine=False)
+        self.blocks, self.norm, self.head = blocks, norm, head
+
+    def forward(self, tokens):
+        hidden = self.statistics(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
 # ---- chains, orders, arguments
 
 
@@ -173,6 +204,8 @@ FORM_CASES = {
     "tabled": Case(Tabled, LAYERS, lengths=(5, 3, 5)),
     "switching": Case(Switching, LAYERS, may_be_refused=True),
     "alternating": Case(Alternating, LAYERS, may_be_refused=True),
+    "gathering": Case(Gathering, LAYERS, may_be_refused=True),
+    "standardized": Case(Standardized, LAYERS),
     "three_chains": Case(ThreeChains, ("first.*", "second.*", "third.*", "head")),
     "outer": Case(Outer, ("inner.layers.*",)),
     "balanced": Case(Balanced, LAYERS),
