@@ -55,6 +55,21 @@ class Alternating(Plain):
         return self.head(self.norm(hidden))
 
 
+class Remembering(Plain):
+    """A tensor that is no buffer adds up what blocks return, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = torch.zeros(WIDTH).double()
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden + self.memory)
+            self.memory.add_(hidden.detach().mean((0, 1)))
+        return self.head(self.norm(hidden))
+
+
 class Gathering(Plain):
     """Each forward adds to a set, and counts with it."""
 
@@ -84,6 +99,24 @@ class Standardized(Plain):
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
+
+
+class Hooked(Plain):
+    """The forward puts hooks on its blocks while it runs, which keep and change what they return."""
+
+    def forward(self, tokens):
+        hidden, kept = self.embedding(tokens), []
+
+        def keep(module, args, output):
+            kept.append(output)
+            return output * 1.5 if len(kept) % 2 else None
+
+        handles = [block.register_forward_hook(keep) for block in self.blocks]
+        for block in self.blocks:
+            hidden = block(hidden)
+        for handle in handles:
+            handle.remove()
+        return self.head(self.norm(hidden + kept[0]))
 
 
 # ---- chains, orders, arguments
@@ -204,8 +237,10 @@ FORM_CASES = {
     "tabled": Case(Tabled, LAYERS, lengths=(5, 3, 5)),
     "switching": Case(Switching, LAYERS, may_be_refused=True),
     "alternating": Case(Alternating, LAYERS, may_be_refused=True),
+    "remembering": Case(Remembering, LAYERS, may_be_refused=True),
     "gathering": Case(Gathering, LAYERS, may_be_refused=True),
     "standardized": Case(Standardized, LAYERS),
+    "hooked": Case(Hooked, LAYERS),
     "three_chains": Case(ThreeChains, ("first.*", "second.*", "third.*", "head")),
     "outer": Case(Outer, ("inner.layers.*",)),
     "balanced": Case(Balanced, LAYERS),
