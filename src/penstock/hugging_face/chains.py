@@ -112,7 +112,7 @@ def positions_by_layer(layers: Collection[str], chains: Sequence[str], order: Ca
 
     Layers between chains have those of the chain before them, what begins the forward those of the first one.
     """
-    values = {call.name: next(tensors_in((call.args, call.kwargs)), None) for call in order.calls}
+    values = {call.name: next(iter(tensors_in((call.args, call.kwargs))), None) for call in order.calls}
     by_chain = {}
     for chain in chains:
         value = next(value for name, value in values.items() if name.startswith(f"{chain}."))

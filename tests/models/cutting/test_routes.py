@@ -6,6 +6,7 @@ import torch
 from penstock.errors import PenstockError
 from penstock.models.cutting.label_table import LabelTable
 from penstock.models.cutting.routes import (
+    ArgumentForms,
     LeafRef,
     PointRoute,
     Routes,
@@ -92,3 +93,19 @@ def test_routes_are_equal_where_their_constants_are():
     assert have_equal_values([nan, 3], [nan.clone(), 3])
     assert not have_equal_values([nan, 3], [nan, 3.0])
     assert not have_equal_values([nan], [nan.double()])
+
+
+def test_blocks_that_get_the_same_objects_have_one_form_until_one_is_changed():
+    table, forms, mask = LabelTable(), ArgumentForms(), torch.ones(2)
+    pair = (mask, None)
+    first = forms.form((pair,), {"scale": 1}, table)
+
+    assert forms.form((pair,), {"scale": 1}, table) is first
+    assert forms.form((pair,), {"size": 1}, table) is not first
+    again = forms.form((pair,), {"scale": 1}, table)
+    mask.add_(1)
+    assert forms.form((pair,), {"scale": 1}, table) is not again
+    values = [1]
+    assert forms.form((values,), {}, table).tree == (([1],), {})
+    values.append(2)
+    assert forms.form((values,), {}, table).tree == (([1, 2],), {})

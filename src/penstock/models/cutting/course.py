@@ -215,7 +215,7 @@ def require_kinds(label: str, output: Any, routes: Routes) -> None:
     Raises:
         PenstockError: it names the submodule.
     """
-    tensors = list(tensors_in(output))
+    tensors = tensors_in(output)
     shapes, expected_shapes = tuple(tuple(tensor.shape) for tensor in tensors), routes.shapes[label]
     if shapes != expected_shapes:
         raise PenstockError(

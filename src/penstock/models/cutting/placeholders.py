@@ -47,6 +47,7 @@ class Placeholder:
         """`owner` is the module; `module` is a copy of it on the meta device, made where there is none."""
         self.name, self.owner, self._is_point = name, owner, is_point
         self.module = on_meta(owner) if module is None else module
+        self._owner_parameters = list(owner.parameters())
         self._outputs_by_kind: dict[Any, tuple[Any, list[int | None]]] = {}
         self._failing_kinds: set[Any] = set()
         """The kinds of inputs with which the module cannot run on the meta device."""
@@ -60,8 +61,8 @@ class Placeholder:
         Raises:
             PenstockError: it cannot be found without values, or the module changes its further arguments.
         """
-        tensors = list(tensors_in((args, kwargs)))
-        needs_gradients = tuple(parameter.requires_grad for parameter in self.owner.parameters())
+        tensors = tensors_in((args, kwargs))
+        needs_gradients = tuple([parameter.requires_grad for parameter in self._owner_parameters])
         kind = (
             *(method, is_training, torch.is_grad_enabled(), needs_gradients, tuple(self._written.items())),
             *(_kind_of(args), _kind_of(kwargs)),

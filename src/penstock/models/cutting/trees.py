@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -29,21 +29,27 @@ def map_items(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def items_in(value: Any) -> Iterator[Any]:
-    """Yield the items of a tree that are no containers, in the order of `map_items`."""
-    if isinstance(value, Tensor):
-        yield value
+def items_in(value: Any) -> list[Any]:
+    """Return the items of a tree that are no containers, in the order of `map_items`."""
+    items: list[Any] = []
+    _collect(value, items)
+    return items
+
+
+def _collect(value: Any, items: list[Any]) -> None:
+    if isinstance(value, Tensor) or value is None:
+        items.append(value)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from items_in(item)
+            _collect(item, items)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from items_in(item)
+            _collect(item, items)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from items_in(getattr(value, field.name))
+            _collect(getattr(value, field.name), items)
     else:
-        yield value
+        items.append(value)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -51,6 +57,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return map_items(lambda item: function(item) if isinstance(item, Tensor) else item, value)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree."""
-    return (item for item in items_in(value) if isinstance(item, Tensor))
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a tree."""
+    return [item for item in items_in(value) if isinstance(item, Tensor)]

@@ -1,9 +1,14 @@
-"""Uses of torch that it does not document: changes in place, identities of memory, compiled modules, buffers, hooks."""
+"""Uses of torch that it does not document: changes in place, memory, compiled modules, buffers, hooks, kernels."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage, nn
+
+KernelMode: Any = attrgetter("utils._python_dispatch.TorchDispatchMode")(torch)
+"""A context in which each kernel that runs on this thread goes through `__torch_dispatch__`."""
 
 
 def version_of(tensor: Tensor) -> int:
