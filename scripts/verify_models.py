@@ -49,7 +49,7 @@ def report_from_file(case: Case) -> VerifyReport:
     model = case.model()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")
-        save_file(model.state_dict(), path)
+        save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, path)
         return ps.verify(model, ps.cut(_bare(case), case.points, weights=path), *case.batches())
 
 
@@ -115,6 +115,7 @@ def all_reports() -> dict[str, Callable[[], VerifyReport]]:
         name: lambda case=case: report_of_case(case) for name, case in CASES.items()
     }
     reports["plain_from_file"] = lambda: report_from_file(CASES["plain"])
+    reports["tied_from_file"] = lambda: report_from_file(CASES["tied"])
     reports["turning_from_file"] = lambda: report_from_file(CASES["turning"])
     reports |= REFUSED
     if find_spec("transformers") is not None:
