@@ -17,8 +17,6 @@ from penstock.models.skip import Skip
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 DELETED = object()
 """Stands for an attribute that the forward has deleted."""
-MOST_VALUES = 4096
-"""Number of integers in an argument up to which results are remembered by its values."""
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -55,6 +53,8 @@ class Placeholder:
         """The kinds of inputs with which the module cannot run on the meta device."""
         self._written: dict[str, Any] = {}
         """The kinds of the attributes that the forward has set."""
+        self._like_first: dict[Any, bool] = {}
+        """The kinds of inputs of which such a module has returned what is like the first one, and if with a graph."""
         self._has_skips = any(isinstance(child, Skip) for child in self.module.modules())
 
     def output(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Any:
@@ -65,10 +65,12 @@ class Placeholder:
         """
         tensors = tensors_in((args, kwargs))
         needs_gradients = tuple([parameter.requires_grad for parameter in self._owner_parameters])
-        kind = (
+        kind: Any = (
             *(method, is_training, torch.is_grad_enabled(), needs_gradients, tuple(self._written.items())),
             *(_kind_of(args), _kind_of(kwargs)),
         )
+        if kind in self._like_first:
+            return without_values(_first(args, kwargs), requires_grad=self._like_first[kind])
         if kind in self._failing_kinds:
             kind = (*kind, _values_of(tensors))
         with self._lock:  # threads that run stages side by side share the module, which has one mode
@@ -108,14 +110,19 @@ class Placeholder:
                 self._failing_kinds.add(kind)
                 kind = (*kind, _values_of(tensors))
         inputs = [_zeros(tensor) for tensor in tensors]
+        first = _first(args, kwargs)
+        is_block = self._is_point and isinstance(first, Tensor)
         try:
-            return self._run(self._on_zeros(), method, inputs, args, kwargs), inputs, kind
+            output = self._run(self._on_zeros(), method, inputs, args, kwargs)
+            if is_block and isinstance(output, Tensor) and (output.shape, output.dtype) == (first.shape, first.dtype):
+                self._like_first[kind[:-1]] = output.requires_grad
+            return output, inputs, kind
         except PenstockError:
             raise
         except Exception as error:
-            first = next(iter((*args, *kwargs.values())), None)
-            if self._is_point and isinstance(first, Tensor):
+            if is_block:
                 # Most blocks return what is like their input; if this one does not, its stage refuses it.
+                self._like_first[kind[:-1]] = first.requires_grad
                 return without_values(first), [], kind
             raise PenstockError(
                 f"what {self.name!r} returns cannot be found without values ({type(error).__name__}: {error}); its "
@@ -157,12 +164,14 @@ def _kind_of(value: Any) -> Any:
     return type(value), tuple([_kind_of(item) for item in tensors_in(value)]), fingerprint(value)
 
 
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return next(iter((*args, *kwargs.values())), None)
+
+
 def _values_of(tensors: list[Tensor]) -> Any:
-    """Return the values of the integers among the tensors of a batch; what equals nothing where these are many."""
+    """Return the values of the integers among some tensors."""
     integers = [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_floating_point())]
-    if any(tensor.numel() > MOST_VALUES for tensor in integers):
-        return object()
-    return tuple([tuple(tensor.flatten().tolist()) for tensor in integers])
+    return tuple([tensor.detach().cpu().numpy().tobytes() for tensor in integers])
 
 
 def _zeros(tensor: Tensor) -> Tensor:
