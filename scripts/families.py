@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from scripts.family_trials.trial import FORMS, REFUSED, RIGHT, WRONG, trial  # n
 
 PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- written by scripts/families.py -->", "<!-- end of what scripts/families.py wrote -->"
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 """Seconds after which a trial is given up."""
 MOST_WORDS = 20
 """Words of a refusal that the page has."""
@@ -125,6 +126,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="families; all by default")
     parser.add_argument("--write", action="store_true", help="write docs/families.md")
     parser.add_argument("--results", type=Path, help="the file of all results, in JSON")
+    parser.add_argument("--processes", type=int, default=1, help="number of trials at a time (default: 1)")
     options = parser.parse_args()
     chosen = {family.name: family for family in families()}
     unknown = sorted(set(options.names) - chosen.keys())
@@ -133,10 +135,10 @@ def main() -> int:
     if options.names and options.write:
         parser.error("--write needs the results of all families; leave the names out")
     results: dict[str, Result] = {}
-    for name, family in chosen.items():
-        if options.names and name not in options.names:
-            continue
-        results[name] = result = tried(family)
+    names = [name for name in chosen if not options.names or name in options.names]
+    threads = ThreadPoolExecutor(options.processes)  # each waits for the process of one trial
+    for name, result in zip(names, threads.map(tried, [chosen[name] for name in names]), strict=True):
+        results[name] = result
         words = ", ".join(f"{form} {verdict['word']}" for form, verdict in result["forms"].items())
         print(f"{name}: {words} ({result['seconds']:.0f} s)", flush=True)
         reasons = dict.fromkeys(verdict["reason"] for verdict in result["forms"].values() if verdict["word"] == WRONG)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.verifying.draws import (
-    functions_without_dropout,
+    functions_with_same_dropout,
     has_drawn,
     own_generators,
     probabilities,
@@ -52,25 +52,47 @@ def test_probabilities_come_back():
     "drop",
     [
         nn.Dropout(0.5),
+        nn.Dropout(0.5, inplace=True),
         nn.AlphaDropout(0.5),
         lambda features: F.dropout(input=features, p=0.5),
         lambda features: F.dropout1d(features, 0.5),
+        lambda features: torch.dropout(features, 0.5, True),
     ],
 )
-def test_functions_drop_nothing_within_the_block(drop):
+def test_functions_drop_the_same_places_within_the_block(drop):
+    features = torch.rand(2, 3, 4) + 1
+
+    with functions_with_same_dropout(is_on=True):
+        dropped, again = drop(features.clone()), drop(features.clone())
+
+    assert torch.equal(dropped, again)
+    assert dropped.count_nonzero() == 12
+    assert torch.equal(dropped[dropped != 0], 2 * features[dropped != 0])
+    with functions_with_same_dropout(is_on=False):
+        assert not torch.equal(drop(features.clone()), drop(features.clone()))
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [nn.Dropout(0.5).eval(), F.alpha_dropout, lambda features: torch.dropout(features, 0.5, False), nn.Dropout(0.0)],
+)
+def test_functions_drop_nothing_where_they_are_not_to(drop):
     features = torch.rand(2, 3, 4)
 
-    with functions_without_dropout(is_on=True):
+    with functions_with_same_dropout(is_on=True):
         assert torch.equal(drop(features), features)
-    with functions_without_dropout(is_on=False):
-        assert not torch.equal(drop(features), features)
+
+
+def test_a_probability_of_one_drops_all():
+    with functions_with_same_dropout(is_on=True):
+        assert torch.equal(F.dropout(torch.ones(3), 1.0), torch.zeros(3))
 
 
 def test_attention_drops_nothing_by_position_or_name():
     query = torch.rand(1, 1, 8, 4)
     attend = F.scaled_dot_product_attention
 
-    with functions_without_dropout(is_on=True):
+    with functions_with_same_dropout(is_on=True):
         assert torch.equal(attend(query, query, query, None, 0.5), attend(query, query, query))
         assert torch.equal(attend(query, query, query, dropout_p=0.5), attend(query, query, query))
 

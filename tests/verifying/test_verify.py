@@ -12,8 +12,10 @@ from penstock.errors import ConfigError
 from penstock.models.cutting.part import CutPart
 from penstock.verifying import parts as verifying_parts
 from penstock.verifying.observation import BUFFER, EVALUATION, GRADIENT, LOSS, OUTPUT, PARAMETER, TRAINING
-from penstock.verifying.verify import DROPOUT_OFF, NO_TRAINING, verify
+from penstock.verifying.verify import DROPOUT_OFF, FAILED, NO_TRAINING, SAME_DROPOUT, verify
+from tests.support.verified_forms import FORM_CASES
 from tests.support.verified_models import BLOCKS, CASES, WORDS, Block, Plain
+from tests.support.verified_values import VALUE_CASES
 
 RIGHT = ["plain", "masked", "scaled", "dropping", "named", "tied", "counting", "branching", "declared_skips"]
 
@@ -51,6 +53,15 @@ def test_what_a_cut_gets_right_is_right(name):
     assert {row.kind for row in report.comparisons if row.mode == TRAINING} == {OUTPUT, LOSS, GRADIENT, BUFFER}
     assert report.largest_error < 1e-14
     report.raise_if_wrong()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", (FORWARDS := VALUE_CASES | FORM_CASES).values(), ids=FORWARDS)
+def test_what_a_forward_does_around_its_blocks_is_right_or_refused_by_name(case):
+    report = verify(case.model(), case.points, *case.batches())
+
+    is_refused = report.refusal and not report.refusal.startswith(FAILED)
+    assert is_refused if case.may_be_refused else report.is_right, str(report)
 
 
 @pytest.mark.parametrize("options", [{"ranks": 1}, {"ranks": 3}, {"schedule": "zbv"}, {"microbatches": 4}])
@@ -222,14 +233,34 @@ class AlwaysNoisy(Noisy):
         return super().forward(tokens) + torch.rand(())
 
 
-def test_dropout_is_off_where_a_model_draws_and_comes_back():
-    model = CASES["dropping"].model()
-
-    report = verify(model, BLOCKS, *CASES["dropping"].batches())
+def test_dropout_drops_the_same_places_where_a_model_draws():
+    report = verify_case("dropping")
 
     assert report.is_right
-    assert DROPOUT_OFF in report.notes
-    assert (model.dropout.p, model.blocks[0].dropout.p) == (0.1, 0.2)
+    assert report.notes == (SAME_DROPOUT,)
+
+
+class DropPath(Plain):
+    def __init__(self):
+        super().__init__()
+        self.drop_path, self.dropout = 0.5, nn.Dropout(0.2)
+
+    def forward(self, tokens):
+        hidden = self.dropout(self.embedding(tokens))
+        for block in self.blocks:
+            is_kept = torch.rand(len(tokens), 1, 1) >= (self.drop_path if self.training else 0)
+            hidden = hidden + block(hidden) * is_kept
+        return self.head(self.norm(hidden))
+
+
+def test_dropout_is_off_where_a_model_draws_besides_and_comes_back():
+    model = DropPath().double()
+
+    report = verify(model, BLOCKS, *CASES["plain"].batches())
+
+    assert report.is_right, str(report)
+    assert report.notes == (DROPOUT_OFF,)
+    assert (model.drop_path, model.dropout.p) == (0.5, 0.2)
 
 
 def test_a_model_with_other_draws_is_compared_in_evaluation_alone():

@@ -1,16 +1,17 @@
-"""Random draws of a model's forward: two orders of one generator cannot be compared, so dropout is set to 0.
+"""Random draws of a model's forward: two orders of one generator cannot be compared, so dropout does not draw.
 
-Functions of torch that drop out do nothing. Others, such as a `drop_path`, go by numbers of their modules: one called
-`p` in a class whose name says drop, or one with "drop" in its own name.
+Functions of torch that drop out drop the same places of a shape in each call, so that a cut is compared with dropout at
+work. Where a model still draws, numbers of its modules are set to 0: one called `p` in a class whose name says drop,
+or one with "drop" in its own name, as of a `drop_path`.
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -20,16 +21,25 @@ PROBABILITY, DROP = "p", "drop"
 DROPOUTS = frozenset(
     {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 )
+TRAIN_BY_REQUEST = frozenset({F.alpha_dropout, F.feature_alpha_dropout})
+"""Functions whose `training` is False by default."""
 ATTENTION, DROPOUT_PLACE, DROPOUT_NAME = F.scaled_dot_product_attention, 4, "dropout_p"
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """In the thread that enters it, functions that drop out return their input, and attention drops nothing."""
+STEP = 0.618
+"""Fraction of a turn between two elements; those in the first `p` of a turn are dropped."""
+
+
+class _SameDropout(TorchFunctionMode):
+    """In the thread that enters it, functions that drop out drop by place, and attention drops nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = dict(kwargs or {})
         if func in DROPOUTS:
-            return args[0] if args else keywords["input"]
+            value = args[0] if args else keywords["input"]
+            probability, is_in_place = _dropout_options(func, args[1:], keywords)
+            factors = _factors(value, probability)
+            return value.mul_(factors) if is_in_place else value * factors
         if func is ATTENTION and DROPOUT_NAME in keywords:
             keywords[DROPOUT_NAME] = 0.0
         if func is ATTENTION and len(args) > DROPOUT_PLACE:
@@ -37,9 +47,23 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **keywords)
 
 
-def functions_without_dropout(*, is_on: bool) -> AbstractContextManager[Any]:
-    """Have the functions of torch drop nothing in this thread, within the block, if `is_on`."""
-    return _WithoutDropout() if is_on else nullcontext()
+def _dropout_options(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[float, bool]:
+    """Return with which probability a call drops, 0 in evaluation, and whether it does so in place."""
+    names = ("p", "train") if func is torch.dropout else ("p", "training", "inplace")
+    options = {"p": 0.5, "training": func not in TRAIN_BY_REQUEST, **dict(zip(names, args, strict=False)), **keywords}
+    is_training = options.get("train", options["training"])
+    return float(options["p"]) if is_training else 0.0, bool(options.get("inplace"))
+
+
+def _factors(value: Tensor, probability: float) -> Tensor:
+    """Return what the elements of a tensor are multiplied by: 0, or what keeps their mean."""
+    turns = torch.arange(value.numel(), device=value.device).double().mul(STEP).frac().view(value.shape)
+    return (turns >= probability).to(value.dtype) / (1 - probability or 1.0)
+
+
+def functions_with_same_dropout(*, is_on: bool) -> AbstractContextManager[Any]:
+    """Have the functions of torch that drop out do so by place in this thread, within the block, if `is_on`."""
+    return _SameDropout() if is_on else nullcontext()
 
 
 def probabilities(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, float]]:

@@ -19,7 +19,7 @@ from penstock.models import cut
 from penstock.pipeline import Pipeline
 from penstock.planning import ScheduleLike
 from penstock.verifying.calls import CallLog
-from penstock.verifying.draws import functions_without_dropout, set_to_zero
+from penstock.verifying.draws import functions_with_same_dropout, set_to_zero
 from penstock.verifying.observation import (
     BUFFER,
     EVALUATION,
@@ -107,8 +107,10 @@ class PartsRun:
     device: torch.device
     first_names: Mapping[str, str]
     """The first name of each parameter of the unsplit model, by each of its names."""
+    has_same_dropout: bool = False
+    """Whether functions drop out by place."""
     is_silent: bool = False
-    """Whether layers that a rank builds have their dropout off."""
+    """Whether layers that a rank builds have their probabilities at 0."""
     sets_training: bool = False
     """Whether all modules are put into training mode."""
 
@@ -148,7 +150,7 @@ class PartsRun:
                 allow_ragged=True,
                 deadline_s=DEADLINE_S,
             )
-            with closing(pipeline), functions_without_dropout(is_on=self.is_silent):
+            with closing(pipeline), functions_with_same_dropout(is_on=self.has_same_dropout):
                 return self._observe(pipeline, given, batches, modes, log)
         except BaseException:
             transport.abort()  # the other ranks must not wait for this one

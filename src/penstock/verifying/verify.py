@@ -27,7 +27,7 @@ from penstock.verifying.batches import NO_TARGET, default_loss, read_batches
 from penstock.verifying.calls import CallLog
 from penstock.verifying.comparing import compare, tolerance_of
 from penstock.verifying.draws import (
-    functions_without_dropout,
+    functions_with_same_dropout,
     has_drawn,
     own_generators,
     seed_generators,
@@ -43,7 +43,8 @@ MIN_BATCHES = 2
 """A second batch, with other parameters, shows what the first one left behind."""
 DEFAULT_RANKS = 2
 MODES = (EVALUATION, TRAINING)
-DROPOUT_OFF = "dropout is off: the model draws, and a pipeline draws in another order"
+SAME_DROPOUT = "dropout drops the same places in each call: the model draws, and a pipeline draws in another order"
+DROPOUT_OFF = "dropout is off: the model draws besides, and a pipeline draws in another order"
 FAILED = "the parts fail, and the model does not"
 NO_TRAINING = "training is not compared: the model draws random numbers, and not in dropout alone"
 
@@ -70,7 +71,8 @@ def verify(
 
     Everything runs in this process: the unsplit model as a copy, microbatch by microbatch, and the parts as a pipeline
     on `ranks` threads, 2 by default where there are two layers. `model` stays as it is, and so do the generators of
-    random numbers. Dropout is set to 0 where a forward draws, since both sides draw in other orders.
+    random numbers. Both sides draw in other orders, so dropout drops the same places in each call; where a forward
+    draws besides, dropout is set to 0.
 
     `tolerance` is the largest difference that counts as rounding, as a share of the largest value of its kind. By
     default it is 1e-12 in float64, 1e-5 in float32, and more in less precise types, so that `model.double()` shows
@@ -172,7 +174,8 @@ class _Comparison:
         num_ranks = self._num_ranks(ranks, num_layers)
         roots = [self.model, *self._modules_given()]
         with ExitStack() as stack:
-            observations, modes, is_silent = self._run_whole(stack, roots, notes)
+            observations, modes, draws_note = self._run_whole(stack, roots)
+            notes = [*notes, *([draws_note] if draws_note else [])]
             parameters = dict(self.model.named_parameters())
             allowed = tolerance or tolerance_of(parameters, is_transformers=self.objective.is_transformers)
             title = (
@@ -187,7 +190,8 @@ class _Comparison:
                 self.objective,
                 self.device,
                 WholeModel(self.model, self.objective).first_names,
-                is_silent=is_silent,
+                has_same_dropout=bool(draws_note),
+                is_silent=draws_note in (DROPOUT_OFF, NO_TRAINING),
                 sets_training=not self.model.training or not _are_modules(own_layers.layers),
             )
             try:
@@ -210,31 +214,29 @@ class _Comparison:
         items.append(getattr(self.points_or_layers, "whole", None))
         return [item for item in items if isinstance(item, nn.Module)]
 
-    def _run_whole(
-        self, stack: ExitStack, roots: Sequence[nn.Module], notes: list[str]
-    ) -> tuple[list[Observation], Sequence[str], bool]:
-        """Run the unsplit model; with dropout off from then on if it draws, and in evaluation alone if it still does.
+    def _run_whole(self, stack: ExitStack, roots: Sequence[nn.Module]) -> tuple[list[Observation], Sequence[str], str]:
+        """Run the unsplit model with as little changed as its draws allow; return what was run, and a note of it.
 
         Raises:
             ConfigError: evaluation draws random numbers, too.
         """
-        attempts = ((MODES, False), (MODES, True), ((EVALUATION,), True))
-        for modes, is_silent in attempts:
-            if is_silent and modes == MODES:
-                stack.enter_context(without_dropout(roots))
-                stack.enter_context(functions_without_dropout(is_on=True))
+        observations, draws = self._observe_whole(MODES)
+        if not draws:
+            return observations, MODES, ""
+        stack.enter_context(functions_with_same_dropout(is_on=True))
+        observations, draws = self._observe_whole(MODES)
+        if not draws:
+            return observations, MODES, SAME_DROPOUT
+        stack.enter_context(without_dropout(roots))
+        for modes, note in ((MODES, DROPOUT_OFF), ((EVALUATION,), NO_TRAINING)):
             observations, draws = self._observe_whole(modes)
             if not draws:
-                break
-        else:
-            raise ConfigError(
-                "its evaluation draws random numbers, so that no two of its outputs can be compared; pass "
-                "training=self.training to its dropout, or draw outside of it",
-                key="model",
-            )
-        if is_silent:
-            notes.append(DROPOUT_OFF if modes == MODES else NO_TRAINING)
-        return observations, modes, is_silent
+                return observations, modes, note
+        raise ConfigError(
+            "its evaluation draws random numbers, so that no two of its outputs can be compared; pass "
+            "training=self.training to its dropout, or draw outside of it",
+            key="model",
+        )
 
     def _observe_whole(self, modes: Sequence[str]) -> tuple[list[Observation], bool]:
         """Return what the unsplit model gives, and whether it gives something else with other random numbers."""

@@ -8,7 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.cut_cases import Chain, assert_refused, assert_right, assert_right_or_refused, batch, call_of
+from tests.support.cut_cases import (
+    WIDTH,
+    Block,
+    Chain,
+    assert_refused,
+    assert_right,
+    assert_right_or_refused,
+    batch,
+    call_of,
+)
 from tests.support.draws import drawn
 
 on_both = pytest.mark.parametrize("num_ranks", [1, 2])
@@ -181,3 +190,85 @@ class PythonLayerDrop(LayerDrop):
 def test_layer_drop_is_refused_as_such(kind, num_ranks):
     batches = [batch(seed) for seed in range(1, 7)]
     assert_refused(kind, *batches, num_ranks=num_ranks, match=r"(?i)layer.?drop|left out|leaves out|random", call=5)
+
+
+class Shifted(Chain):
+    """Noise that blocks get and that the end takes away again: one draw leaves no trace, several do."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, hidden):
+            return hidden + self.inner.bias
+
+    def forward(self, rows):
+        hidden = self.begin(rows)
+        noise = self.noise(hidden.detach())
+        for block in self.blocks:
+            hidden = block(hidden) + noise
+        return hidden - len(self.blocks) * noise + self.head(hidden * 0)
+
+
+class Dirichlet(Shifted):
+    def noise(self, hidden):
+        return torch.distributions.Dirichlet(torch.ones(WIDTH, dtype=hidden.dtype)).sample() + torch.rand(())
+
+
+class OfAnOverload(Shifted):
+    def noise(self, hidden):
+        return torch.ops.aten.rand_like.default(hidden) + torch.ops.aten.bernoulli.p(hidden, 0.5)
+
+
+class IntoAView(Shifted):
+    def noise(self, hidden):
+        noise = torch.zeros_like(hidden) + hidden
+        noise[1].uniform_()
+        noise[:, 0].normal_()
+        return noise
+
+
+class IntoATensor(Shifted):
+    def noise(self, hidden):
+        noise = torch.empty(WIDTH, dtype=hidden.dtype)
+        torch.rand(WIDTH, out=noise)
+        return noise
+
+
+@pytest.mark.parametrize("kind", [Dirichlet, OfAnOverload, IntoAView, IntoATensor])
+def test_a_draw_is_one_draw_by_any_function_of_torch(kind):
+    assert_right(kind, num_ranks=2)
+
+
+class OfPairs(Shifted):
+    def noise(self, hidden):
+        return torch.native_dropout(hidden, 0.5, True)[0]
+
+
+class OfAScript(Shifted):
+    """Kernels that no function of torch shows, beside one that it shows."""
+
+    def noise(self, hidden):
+        return scripted_noise(WIDTH) + torch.rand(())
+
+
+@torch.jit.script
+def scripted_noise(width: int):
+    return torch.rand([width])
+
+
+@pytest.mark.parametrize(("kind", "match"), [(OfPairs, "native_dropout"), (OfAScript, "by rand,")])
+def test_draws_that_are_not_followed_are_refused_by_their_operator(kind, match):
+    assert_refused(kind, num_ranks=2, match=match)
+
+
+class WithinBlocks(Chain):
+    """Blocks draw, while another rank, a thread of this process, runs the forward without values."""
+
+    class block(Block):  # noqa: N801
+        def forward(self, hidden):
+            for _ in range(20):
+                hidden = hidden + 0 * torch.rand_like(hidden)
+            return super().forward(hidden)
+
+
+@pytest.mark.slow
+def test_what_other_threads_draw_meanwhile_is_not_the_forwards():
+    assert_right(WithinBlocks, *[batch(seed) for seed in range(20)], num_ranks=4, num_microbatches=4)

@@ -118,6 +118,39 @@ def test_a_block_runs_under_the_autocast_around_it():
         assert torch.equal(outputs, model(rows).detach())
 
 
+class Residual(Model):
+    """The sum of the begin and of all blocks."""
+
+    def forward(self, rows, mask=None):
+        hidden = kept = self.words(rows)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + kept)
+
+
+class AskedForItsType(Model):
+    def call(self, block, number, hidden, mask):
+        return block(hidden).to(hidden.dtype)
+
+
+@pytest.mark.parametrize("kind", [Masked, Residual])
+def test_a_model_runs_under_the_autocast_of_its_caller(kind):
+    model = model_of(kind).float()
+    pipeline = pipeline_of(model)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            result = pipeline.evaluate(rows=ROWS.float(), target=TARGET.float(), return_outputs=True)
+            assert torch.equal(result.outputs, model(ROWS.float()).detach())
+
+
+def test_a_forward_that_asks_for_a_type_that_autocast_changes_is_refused():
+    pipeline = pipeline_of(model_of(AskedForItsType).float())
+
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PenstockError, match="asks for its dtype"):
+        pipeline.evaluate(rows=ROWS.float(), target=TARGET.float())
+
+
 def test_a_batch_gets_its_gradient_through_what_is_made_of_it():
     model = model_of(Scaled)
     mask = MASK.clone().requires_grad_()

@@ -1,8 +1,10 @@
 """Which calls of operators draw."""
 
 import pytest
+import torch
+from torch.nn import functional
 
-from penstock.models.cutting.draws import draws_in_place, is_draw
+from penstock.models.cutting.draws import UnknownDraws, draws_in_place, is_draw
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,15 @@ def test_draws_in_place_are_known():
     assert draws_in_place("dropout", ("x", 0.5, True, True), {})
     assert draws_in_place("rrelu", ("x",), {"inplace": True})
     assert not draws_in_place("dropout", ("x", 0.5, True), {})
+
+
+def test_kernels_that_draw_are_found_and_those_of_a_dropout_that_does_nothing_are_not():
+    values = torch.ones(3)
+    with UnknownDraws() as draws, torch.inference_mode():
+        functional.dropout(values, 0.5, training=False)
+        functional.scaled_dot_product_attention(*[values.view(1, 1, 3)] * 3)
+        with draws.expected():
+            torch.rand(3)
+        assert draws.name == ""
+        torch.normal(values, values)
+    assert draws.name == "normal"

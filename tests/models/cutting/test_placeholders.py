@@ -75,3 +75,20 @@ def test_copies_leave_tensors_and_objects_alone():
     twin["b"][0].add(2)
     assert value["a"].sum() == 4
     assert value["b"] == [{1}]
+
+
+def test_a_block_that_decides_by_values_is_asked_once_where_it_returns_what_is_like_its_input():
+    class Routed(nn.Linear):
+        calls = 0
+
+        def forward(self, features, kept):
+            type(self).calls += 1
+            return super().forward(features) * int(kept.sum())
+
+    placeholder = Placeholder("blocks.0", Routed(3, 3), is_point=True)
+    features = torch.ones(2, 3)
+    for kept in (torch.tensor([1, 1, 0]), torch.tensor([1, 0, 0])):
+        returned = output(placeholder, features, kept)
+        assert returned.shape == (2, 3)
+        assert returned.requires_grad
+    assert Routed.calls == 2, "once on the meta device, and once on zeros"

@@ -105,3 +105,7 @@ def test_blocks_that_get_the_same_objects_have_one_form_until_one_is_changed():
     again = forms.form((pair,), {"scale": 1}, table)
     mask.add_(1)
     assert forms.form((pair,), {"scale": 1}, table) is not again
+    values = [1]
+    assert forms.form((values,), {}, table).tree == (([1],), {})
+    values.append(2)
+    assert forms.form((values,), {}, table).tree == (([1, 2],), {})

@@ -47,7 +47,7 @@ class Host:
     """A frame in evaluation mode."""
 
     def __init__(self, run):
-        self.run, self.written = run, []
+        self.run, self.written, self.refusal = run, [], None
 
     def mode_of(self, owner):
         return False
@@ -101,7 +101,7 @@ def test_modes_are_those_of_the_run_and_of_the_submodules_that_a_part_has():
 def test_submodules_have_stand_ins_which_the_walks_of_torch_meet():
     outer = nn.Sequential(Block(), nn.Linear(2, 3))
     block = stand_in(NotedRun(), outer)
-    assert [type(module) for module in block.modules()] == [StandIn] * 3
+    assert [issubclass(type(module), StandIn) for module in block.modules()] == [True] * 3
     assert [name for name, _ in block.named_parameters()] == [name for name, _ in outer.named_parameters()]
     assert isinstance(getattr(block, "1"), nn.Linear)
     assert getattr(block, "1")(4) == 4

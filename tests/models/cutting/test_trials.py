@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.errors import PenstockError
 from penstock.models.cutting.cut import cut
 from tests.models.cutting.test_part import run
@@ -128,3 +129,130 @@ def test_a_table_that_depends_on_earlier_batches_is_refused_where_it_does():
     run(parts, rows=ROWS[:4])
     with pytest.raises(PenstockError, match="changes 'table' for later forwards"):
         run(parts, rows=ROWS[:2])
+
+
+class Adding(Model):
+    """Changes what a block returns in place, and hands on the same object."""
+
+    def forward(self, rows, mask):
+        hidden = self.inp(rows)
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden += mask * 2
+        return self.head(hidden)
+
+
+def test_changes_in_place_are_found_in_inference_mode_too():
+    model = Adding()
+    parts = cut(model, ["blocks.*"])
+    with torch.inference_mode():
+        for mask in (torch.ones(6, 1), torch.zeros(6, 1)):
+            assert torch.equal(run(parts, rows=ROWS, mask=mask), model(ROWS, mask))
+
+
+class Shifted(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, hidden, shift):
+        return super().forward(hidden) + shift
+
+
+class Shifting(Model):
+    """Hands a value of the batch to all blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Shifted() for _ in range(2))
+
+    def forward(self, rows, mask):
+        hidden, shift = self.inp(rows), mask * 2
+        for block in self.blocks:
+            hidden = block(hidden, shift)
+        return self.head(hidden)
+
+
+def test_a_batch_that_is_changed_in_place_between_forwards_is_looked_at_again():
+    model, mask = Shifting(), torch.ones(6, 1)
+    parts = cut(model, ["blocks.*"])
+    for value in (1.0, 2.0):
+        mask.fill_(value)
+        assert torch.equal(run(parts, rows=ROWS, mask=mask), model(ROWS, mask))
+
+
+class Losing(Model):
+    def __init__(self):
+        super().__init__()
+        self.aux = ps.AuxiliaryLoss("balance")
+
+    def begin(self, hidden):
+        self.aux.add(hidden.mean())
+        return hidden
+
+
+def test_an_auxiliary_loss_around_the_points_is_refused_with_its_place():
+    with pytest.raises(PenstockError, match=r"ps.AuxiliaryLoss 'balance' around its points"):
+        run(cut(Losing(), ["blocks.*"]), rows=ROWS)
+
+
+def test_a_forward_runs_after_one_that_an_error_has_ended():
+    class Failing(Stashing):
+        fails = False
+
+        def factor(self, hidden):
+            if self.fails:
+                raise ValueError("on the way")
+            return super().factor(hidden)
+
+    model = Failing()
+    parts = cut(model, ["blocks.*"])
+    model.fails = True
+    with pytest.raises(PenstockError, match="on the way"):
+        run(parts, rows=ROWS)
+    model.fails = False
+    assert torch.equal(run(parts, rows=ROWS), model(ROWS))
+
+
+class Accumulating(Model):
+    def __init__(self):
+        super().__init__()
+        self.memory = torch.zeros(4)
+
+    def factor(self, hidden):
+        self.memory.add_(hidden.detach().mean(0))
+        return self.memory
+
+
+def test_a_tensor_that_gets_values_of_submodules_in_place_is_refused():
+    with pytest.raises(PenstockError, match="changes 'memory' for later forwards"):
+        run(cut(Accumulating(), ["blocks.*"]), rows=ROWS)
+
+
+class Hooked(Model):
+    """Puts hooks on its blocks while it runs."""
+
+    def __init__(self, register="register_forward_hook"):
+        super().__init__()
+        self.register = register
+
+    def forward(self, rows):
+        kept = []
+
+        def keep(module, args, *output):
+            kept.append(args[0])
+            return output[0] * 1.5 if output else None
+
+        handles = [getattr(block, self.register)(keep) for block in self.blocks]
+        output = super().forward(rows)
+        for handle in handles:
+            handle.remove()
+        return output + kept[0].sum()
+
+
+def test_hooks_that_a_forward_puts_on_its_blocks_run_once_in_each_forward():
+    model = Hooked()
+    parts = cut(model, ["blocks.*"])
+    for _ in range(3):
+        torch.testing.assert_close(run(parts, rows=ROWS), model(ROWS))
+    with pytest.raises(PenstockError, match=r"puts a hook on 'blocks.0' that runs before its forward"):
+        run(cut(Hooked("register_forward_pre_hook"), ["blocks.*"]), rows=ROWS)

@@ -5,11 +5,13 @@ from torch import nn
 
 from penstock.models.cutting.undocumented import (
     forward_hooks,
+    has_further_hooks,
     is_compiled,
     is_saved,
     own_tensors_of,
     plain_attributes_of,
     remove_forward_hooks,
+    remove_hooks_besides,
     storage_key,
     storage_of,
     version_of,
@@ -74,3 +76,17 @@ def test_forward_hooks_are_listed_in_their_order_and_can_be_removed():
     remove_forward_hooks(module, lambda hook: hook is second)
     assert forward_hooks(module) == [(first, False)]
     torch.testing.assert_close(module(torch.zeros(2)), module.bias + 1)
+
+
+def test_hooks_of_other_kinds_are_known_and_removed():
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(print)
+    kept_hooks = forward_hooks(module)
+    assert not has_further_hooks(module)
+    for register in (module.register_forward_pre_hook, module.register_full_backward_hook):
+        register(print)
+        assert has_further_hooks(module)
+        module.register_forward_hook(repr)
+        remove_hooks_besides(module, kept_hooks)
+        assert not has_further_hooks(module)
+        assert forward_hooks(module) == kept_hooks

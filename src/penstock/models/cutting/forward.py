@@ -107,6 +107,9 @@ class CutForward:
                     raise PenstockError(f"the forward has ended before {segment.stop!r}, unlike a run without values")
             except Stopped as stopped:  # the forward came to the point at which the part ends
                 output = stopped.output
+            except BaseException:
+                trials.give_up(device)
+                raise
             changes.keep()
         output = course.labels.replaced(output)
         course.require_values(output, "the output of the forward")

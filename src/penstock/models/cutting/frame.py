@@ -8,6 +8,7 @@ them. What stand-ins return is on the meta device, and followed by labels (label
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import PenstockError
 from penstock.models.cutting.labels import Labels
 from penstock.models.cutting.placeholders import Placeholder
 from penstock.models.cutting.points import CutModel, tensor_of
-from penstock.models.cutting.stand_in import Run, StandIn, bare_parameter
+from penstock.models.cutting.stand_in import Run, bare_parameter, stand_in_for
 from penstock.models.cutting.state import changed_names, fingerprint, module_state
-from penstock.models.cutting.undocumented import own_tensors_of
+from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_hooks_besides
 from penstock.models.skip import Skip
 
 Call = Callable[[nn.Module], Any]
@@ -48,8 +50,34 @@ class Template:
             name: Placeholder(name, module, is_point=name in self.positions) for name, module in self.modules.items()
         }
         self.saved_names = frozenset(cut.tensors)
+        self.parameters = {id(item): (weakref.ref(item), name) for name, item in model.named_parameters()}
+        """A weak reference and the name of each parameter of the model, by id."""
+        self.bare_parameters = {
+            id(parameter): bare
+            for name, module in self.modules.items()
+            for parameter, bare in zip(module.parameters(), self.placeholders[name].module.parameters(), strict=True)
+        }
+        """Parameters without values in the places of those of submodules, by the ids of these."""
+        self._held = self._current_items()
         modules = [module for placeholder in self.placeholders.values() for module in placeholder.module.modules()]
         self.skips = [module for module in modules if isinstance(module, Skip)]
+
+    def require_held_items(self) -> None:
+        """Refuse a model whose owner has replaced what its parts hold. Raises: PenstockError."""
+        for name, item in self._current_items().items():
+            held_item = self._held[name]
+            if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and _have_equal_values(item, held_item):
+                self._held[name] = item  # a buffer that moved to a device, as model.to() makes a new one
+            elif item is not held_item:
+                raise PenstockError(
+                    f"{name!r} of {self.name} was {'removed' if item is None else 'replaced'} after the cut, and its "
+                    "layers go on with the earlier one; cut the model again, or change it in place, as "
+                    "load_state_dict() does without assign=True"
+                )
+
+    def _current_items(self) -> dict[str, nn.Module | Tensor | None]:
+        """Return the submodules and tensors that parts hold, as the model has them now; None for one that is gone."""
+        return {name: _item_of(self.model, name) for name in (*self.modules, *self.cut.tensors)}
 
     def state(self) -> dict[str, Any]:
         """Return the fingerprints of what the owner may change around the points."""
@@ -65,12 +93,17 @@ class Frame:
         self.template, self.device = template, device
         self.run: Run | None = None
         """The run that is under way; None between runs."""
-        self.written: list[StandIn] = []
+        self.written: list[Any] = []
         """The stand-ins on which the run has set attributes."""
+        self.refusal: PenstockError | None = None
+        """The first error by which a stand-in has refused what the forward of this run does."""
         self._is_training = False
-        self.stand_ins = {name: StandIn(name, placeholder, self) for name, placeholder in template.placeholders.items()}
+        self.stand_ins = {
+            name: stand_in_for(name, placeholder, self) for name, placeholder in template.placeholders.items()
+        }
         # deepcopy takes what `memo` has for an object in place of a copy.
         memo: dict[int, Any] = {id(module): self.stand_ins[name] for name, module in template.modules.items()}
+        memo |= template.bare_parameters  # as in a list of parameters that the model keeps
         memo |= {id(tensor): bare_parameter(tensor) for tensor in self._saved_tensors(template.model).values()}
         for _, module in _around(template.model, frozenset(map(id, template.modules.values()))):
             memo |= {id(value): value.detach().clone() for value in vars(module).values() if _has_graph(value)}
@@ -82,6 +115,7 @@ class Frame:
         for _, module in self._modules:
             _move_buffers(module, device)
         self._last_state = self._state()
+        self._kept_hooks = {name: forward_hooks(stand_in) for name, stand_in in self.stand_ins.items()}
 
     def changed_names(self) -> list[str]:
         """Return the full names of what forwards have changed around the points since the last question."""
@@ -95,11 +129,17 @@ class Frame:
     def running(
         self, run: Run, labels: Labels, tensors: Mapping[str, Tensor], *, is_training: bool
     ) -> Iterator[nn.Module]:
-        """Let the model's forward run inside; `tensors` take the places of parameters and buffers around the points."""
-        self._is_training = is_training
+        """Let the model's forward run inside; `tensors` take the places of parameters and buffers around the points.
+
+        Raises:
+            PenstockError: a stand-in or an operator has refused something, and the forward has caught that error.
+        """
+        self._is_training, self.refusal = is_training, None
         for stand_in in self.written:
             stand_in.forget_written()
         self.written.clear()
+        for name, stand_in in self.stand_ins.items():  # a run that was stopped has not removed its hooks
+            remove_hooks_besides(stand_in, self._kept_hooks[name])
         for path, module in self._modules:
             module.training = self.mode_of(self._owners.get(path, self.template.model))
         for name in self.template.saved_names:
@@ -115,6 +155,9 @@ class Frame:
             self.run = None  # it holds what arrived
             for skip in self.template.skips:
                 skip.end_skips()
+        refusal = labels.refusal or self.refusal
+        if refusal is not None:
+            raise refusal
 
     def buffer_state(self) -> dict[str, Any]:
         """Return the fingerprints of the saved buffers around the points."""
@@ -174,6 +217,15 @@ class _SkipValues:
         return self._values[name]
 
 
+def _item_of(model: nn.Module, name: str) -> Any:
+    """Return a submodule or tensor by its full name; None where it is not there."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(path), attribute, None)
+    except AttributeError:
+        return None
+
+
 def _around(model: nn.Module, hidden: frozenset[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model, each once, by name, without the hidden ones and what these hold."""
     known = set(hidden)
@@ -186,6 +238,11 @@ def _around(model: nn.Module, hidden: frozenset[int]) -> Iterator[tuple[str, nn.
                 yield from walk(f"{path}.{name}" if path else name, child)
 
     return walk("", model)
+
+
+def _have_equal_values(buffer: Tensor, other: Any) -> bool:
+    is_alike = isinstance(other, Tensor) and (buffer.shape, buffer.dtype) == (other.shape, other.dtype)
+    return buffer is other or (is_alike and not buffer.is_meta and torch.equal(buffer.cpu(), other.cpu()))
 
 
 def _has_graph(value: Any) -> bool:

@@ -10,7 +10,7 @@ on. Values with labels are not there: they are on the meta device, where operato
 graphs without values and at no cost. Values without labels follow from the batch, and are computed as they are.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.draws import draws_in_place, is_draw
+from penstock.models.cutting.draws import PAIRS, draws_in_place, is_draw
 from penstock.models.cutting.label_table import NO_LABELS, LabelTable
 from penstock.models.cutting.trees import map_tensors, tensors_in
 from penstock.models.cutting.undocumented import version_of
@@ -36,9 +36,11 @@ LIKE_SECOND = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 FORMS = {
     *("untyped_storage", "storage", "data_ptr", "storage_offset", "dim", "ndimension", "size", "numel", "nelement"),
     *("stride", "is_contiguous", "is_floating_point", "is_complex", "is_inference", "element_size", "__len__"),
-    *("requires_grad_", "register_hook", "retain_grad", "has_names"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "has_names"),
 }
 """Functions that say or set what a tensor is besides its values."""
+HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+"""Functions that change the gradients of a tensor."""
 PRODUCTS = {
     *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"),
     *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
@@ -76,6 +78,11 @@ class Labels(LabelTable, TorchFunctionMode):
         self._num_draws = 0
         self._replacements: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of the forward, by id, in whose place operators get another one."""
+        self.refusal: PenstockError | None = None
+        """The first error by which an operator was refused, which the forward may have caught."""
+        self.owner_parameters: Mapping[int, tuple[Any, str]] = {}
+        """Parameters that the forward may not use, since its modules here have others: a weak reference and the name
+        of each, by id."""
 
     def replace(self, tensor: Tensor, replacement: Tensor) -> None:
         """Let operators and submodules get another tensor wherever the forward hands on this one."""
@@ -97,12 +104,24 @@ class Labels(LabelTable, TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self.replaced((args, kwargs or {}))
-        name = getattr(func, "__name__", "")
+        try:
+            return self._follow(func, args, kwargs or {})
+        except PenstockError as error:
+            self.refusal = self.refusal or error
+            raise
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of the forward, or of what it calls."""
+        args, kwargs = self.replaced((args, kwargs))
+        name = getattr(func, "__name__", "").partition(".")[0]  # an overload of torch.ops is called `rand_like.default`
         if name == "__get__":
             return self._read_attribute(func, args, kwargs)
+        if name in HOOKS or (name == "__set__" and getattr(func.__self__, "__name__", "") in ("data", "grad")):
+            refuse_hidden_change(func, self.labels_of(args), self._watch.place)
         if name in FORMS:
             return func(*args, **kwargs)
+        if self.owner_parameters:
+            refuse_parameters(self.owner_parameters, (args, kwargs), self._watch.place)
         if is_draw(name, args, kwargs):
             return self._draw(func, name, args, kwargs)
         labels = self.labels_of((args, kwargs))
@@ -161,14 +180,16 @@ class Labels(LabelTable, TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:  # an operator whose result has a shape that values decide, as h[mask]
-            dense_args, dense_kwargs = map_tensors(self._dense, original or (args, kwargs))
+            dense_args, dense_kwargs = map_tensors(_dense, original or (args, kwargs))
             return map_tensors(lambda tensor: tensor.to("meta"), func(*dense_args, **dense_kwargs))
-
-    def _dense(self, tensor: Tensor) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
 
     def _draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Label a random draw as a leaf: one process draws once, so one part draws, and the others get its result."""
+        if name in PAIRS:
+            raise PenstockError(
+                f"{self._watch.place}, {name}() draws two tensors, which are not followed; draw by "
+                "torch.nn.functional.dropout or torch.bernoulli"
+            )
         labels = self.labels_of((args, kwargs))
         if labels:
             self._watch.use_labels(labels)
@@ -188,7 +209,9 @@ class Labels(LabelTable, TorchFunctionMode):
 
         output, has_values = self._watch.draw(label, compute)
         if draws_in_place(name, args, kwargs):
-            return self._drawn_in_place(args[0], output, label, has_values=has_values)
+            # Functions of torch.nn.init get it by name.
+            target = tensors_in((kwargs["out"] if kwargs.get("out") is not None else args, kwargs))[0]
+            return self._drawn_in_place(target, output, label, has_values=has_values)
         if has_values:
             return output
         output = output if output.is_meta else output.to("meta")
@@ -200,7 +223,9 @@ class Labels(LabelTable, TorchFunctionMode):
             target.copy_(output)
         if not has_values:
             self.note_change(target, NO_LABELS)
+            earlier_labels = self.labels_of(target)  # of what lies beside it in its memory, where it is a view
             self.add_leaf(target, label)
+            self.add_labels(target, earlier_labels)
         return target
 
     def _read_attribute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -231,6 +256,10 @@ class Labels(LabelTable, TorchFunctionMode):
         )
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
+
+
 def decides_by_value(name: str, labels: Collection[str], place: str) -> str:
     """Return the words for a forward that reads a value which only one stage has."""
     label = min(labels)
@@ -241,6 +270,33 @@ def decides_by_value(name: str, labels: Collection[str], place: str) -> str:
         f"{place}, the forward decides by the value of a tensor ({name}) that a layer of another stage computes or "
         f"draws, {maker_of(label)!r}; {fix}"
     )
+
+
+def refuse_parameters(names: Mapping[int, tuple[Any, str]], value: Any, place: str) -> None:
+    """Refuse parameters that come past the attributes of modules. Raises: PenstockError."""
+    for tensor in tensors_in(value):
+        reference, name = names.get(id(tensor), (None, ""))
+        if reference is not None and reference() is tensor:
+            raise PenstockError(
+                f"{place}, the forward uses the parameter {name!r} by a function or weak reference that holds the "
+                "model or the parameter itself, which other stages do not train; read it from self in a method of the "
+                "model"
+            )
+
+
+def refuse_hidden_change(func: Any, labels: Collection[str], place: str) -> None:
+    """Refuse what changes a tensor past its operators, where parts would differ in it. Raises: PenstockError."""
+    if labels and func.__name__ in HOOKS:
+        raise PenstockError(
+            f"{place}, {func.__name__}() is called on a tensor that follows from {maker_of(min(labels))!r}, but each "
+            "stage has a part of its gradient alone; register the hook in a submodule that is a point of the cut, or "
+            "use a torch.autograd.Function"
+        )
+    if labels:
+        raise PenstockError(
+            f"{place}, the forward sets .{func.__self__.__name__} of a tensor by what follows from "
+            f"{maker_of(min(labels))!r}, which is not followed; compute a new tensor"
+        )
 
 
 def maker_of(label: str) -> str:

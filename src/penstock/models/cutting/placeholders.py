@@ -1,6 +1,7 @@
 """What submodules of other stages would return: shapes, types and graphs, found by running them without values."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,6 @@ from penstock.models.skip import Skip
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 DELETED = object()
 """Stands for an attribute that the forward has deleted."""
-MOST_VALUES = 4096
-"""Number of integers in an argument up to which results are remembered by its values."""
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -48,11 +47,14 @@ class Placeholder:
         self.name, self.owner, self._is_point = name, owner, is_point
         self.module = on_meta(owner) if module is None else module
         self._owner_parameters = list(owner.parameters())
+        self._lock = threading.RLock()
         self._outputs_by_kind: dict[Any, tuple[Any, list[int | None]]] = {}
         self._failing_kinds: set[Any] = set()
         """The kinds of inputs with which the module cannot run on the meta device."""
         self._written: dict[str, Any] = {}
         """The kinds of the attributes that the forward has set."""
+        self._like_first: dict[Any, bool] = {}
+        """The kinds of inputs of which such a module has returned what is like the first one, and if with a graph."""
         self._has_skips = any(isinstance(child, Skip) for child in self.module.modules())
 
     def output(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Any:
@@ -63,18 +65,23 @@ class Placeholder:
         """
         tensors = tensors_in((args, kwargs))
         needs_gradients = tuple([parameter.requires_grad for parameter in self._owner_parameters])
-        kind = (
+        kind: Any = (
             *(method, is_training, torch.is_grad_enabled(), needs_gradients, tuple(self._written.items())),
             *(_kind_of(args), _kind_of(kwargs)),
         )
-        if kind not in self._outputs_by_kind or self._has_skips:  # it may depend on what was put into a skip
-            for parameter, needs_gradient in zip(self.module.parameters(), needs_gradients, strict=False):
-                parameter.requires_grad_(needs_gradient)
-            self.module.train(is_training)
-            output, inputs, kind = self._find(method, tensors, args, kwargs, kind)
-            index_by_id = {id(tensor): index for index, tensor in enumerate(inputs)}
-            self._outputs_by_kind[kind] = output, [index_by_id.get(id(tensor)) for tensor in tensors_in(output)]
-        output, input_indices = self._outputs_by_kind[kind]
+        if kind in self._like_first:
+            return without_values(_first(args, kwargs), requires_grad=self._like_first[kind])
+        if kind in self._failing_kinds:
+            kind = (*kind, _values_of(tensors))
+        with self._lock:  # threads that run stages side by side share the module, which has one mode
+            if kind not in self._outputs_by_kind or self._has_skips:  # it may depend on what was put into a skip
+                for parameter, needs_gradient in zip(self.module.parameters(), needs_gradients, strict=False):
+                    parameter.requires_grad_(needs_gradient)
+                self.module.train(is_training)
+                output, inputs, kind = self._find(method, tensors, args, kwargs, kind)
+                index_by_id = {id(tensor): index for index, tensor in enumerate(inputs)}
+                self._outputs_by_kind[kind] = output, [index_by_id.get(id(tensor)) for tensor in tensors_in(output)]
+            output, input_indices = self._outputs_by_kind[kind]
         # Of each tensor of the output: the index of the input that it is, or None.
         next_index = iter(input_indices)
         return map_tensors(
@@ -93,7 +100,7 @@ class Placeholder:
         self, method: str, tensors: list[Tensor], args: Any, kwargs: Any, kind: Any
     ) -> tuple[Any, list[Tensor], Any]:
         """Return what the module returns, the inputs that it was given, and the kind of inputs for which that holds."""
-        if kind not in self._failing_kinds:
+        if kind[:-1] not in self._failing_kinds:
             inputs = [without_values(tensor) for tensor in tensors]
             try:
                 return self._run(self.module, method, inputs, args, kwargs), inputs, kind
@@ -101,21 +108,22 @@ class Placeholder:
                 raise
             except Exception:  # a module that decides by values, as experts do
                 self._failing_kinds.add(kind)
-        integers = [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_floating_point())]
-        is_short = all(tensor.numel() <= MOST_VALUES for tensor in integers)
-        values = tuple(tuple(tensor.flatten().tolist()) for tensor in integers) if is_short else object()
+                kind = (*kind, _values_of(tensors))
         inputs = [_zeros(tensor) for tensor in tensors]
-        if (*kind, values) in self._outputs_by_kind:
-            return self._outputs_by_kind[(*kind, values)][0], inputs, (*kind, values)
+        first = _first(args, kwargs)
+        is_block = self._is_point and isinstance(first, Tensor)
         try:
-            return self._run(self._on_zeros(), method, inputs, args, kwargs), inputs, (*kind, values)
+            output = self._run(self._on_zeros(), method, inputs, args, kwargs)
+            if is_block and isinstance(output, Tensor) and (output.shape, output.dtype) == (first.shape, first.dtype):
+                self._like_first[kind[:-1]] = output.requires_grad
+            return output, inputs, kind
         except PenstockError:
             raise
         except Exception as error:
-            first = next(iter((*args, *kwargs.values())), None)
-            if self._is_point and isinstance(first, Tensor):
+            if is_block:
                 # Most blocks return what is like their input; if this one does not, its stage refuses it.
-                return without_values(first), [], (*kind, values)
+                self._like_first[kind[:-1]] = first.requires_grad
+                return without_values(first), [], kind
             raise PenstockError(
                 f"what {self.name!r} returns cannot be found without values ({type(error).__name__}: {error}); its "
                 "shape must follow from the shapes of its inputs"
@@ -154,6 +162,16 @@ def _kind_of(value: Any) -> Any:
     if isinstance(value, CONSTANTS):
         return type(value), value
     return type(value), tuple([_kind_of(item) for item in tensors_in(value)]), fingerprint(value)
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return next(iter((*args, *kwargs.values())), None)
+
+
+def _values_of(tensors: list[Tensor]) -> Any:
+    """Return the values of the integers among some tensors."""
+    integers = [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_floating_point())]
+    return tuple([tensor.detach().cpu().numpy().tobytes() for tensor in integers])
 
 
 def _zeros(tensor: Tensor) -> Tensor:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.models.cutting.label_table import LabelTable
+from penstock.models.cutting.label_table import UNKNOWN, LabelTable
 from penstock.models.cutting.trees import items_in, map_items
 from penstock.models.cutting.undocumented import version_of
+
+BEGIN = "before its first point"
 
 
 class LeafRef:
@@ -97,10 +99,19 @@ class ArgumentForms:
     def form(self, args: tuple[Any, ...], kwargs: dict[str, Any], table: LabelTable) -> Form:
         """Return the form of the arguments of one call."""
         key = (*map(id, args), *kwargs, *map(id, kwargs.values()))
+        if not _is_fixed((*args, *kwargs.values())):
+            return form_of((args, kwargs), table)
         if self._form is None or key != self._key or not self._form.is_unchanged:
             self._key, self._arguments = key, (args, kwargs)  # kept, so that no other object gets an id of these
             self._form = form_of((args, kwargs), table)
         return self._form
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether what a value holds stays the same while the value does, but for changes of tensors in place."""
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return isinstance(value, Tensor | bool | int | float | str | None)
 
 
 @dataclass(slots=True)
@@ -178,16 +189,25 @@ def carry(
     for segment, labels in needs.items():
         for label in labels:
             if made_in.get(label, segment + 1) > segment:
-                place = f"behind {points[segment - 1].name!r}" if segment else "before its first point"
-                raise PenstockError(
-                    f"the forward needs {label!r} {place}, where no layer has it yet; use the parameters of a "
-                    "submodule within it, or name the points in the order of calls"
-                )
+                raise PenstockError(_lack(label, f"behind {points[segment - 1].name!r}" if segment else BEGIN))
     open_labels: set[str] = set()
     for position in reversed(range(len(points))):
         point, segment = points[position], position + 1
         open_labels = {label for label in open_labels | needs.get(segment, set()) if made_in[label] < segment}
         point.carried = tuple(sorted(open_labels - (set(point.input_labels) - changed)))
+
+
+def _lack(label: str, place: str) -> str:
+    if label == UNKNOWN:
+        return (
+            f"the forward computes {place} with a parameter of a submodule that it does not read from there, or by "
+            "what is not followed, such as torch.func, TorchScript or sparse tensors; compute it within a submodule "
+            "that is a point of the cut"
+        )
+    return (
+        f"the forward needs {label!r} {place}, where no layer has it yet; use the parameters of a submodule within it, "
+        "or name the points in the order of calls"
+    )
 
 
 def short_points(points: Sequence[PointRoute], changed: set[str], written: set[str]) -> frozenset[str]:

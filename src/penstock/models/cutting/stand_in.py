@@ -1,7 +1,7 @@
 """`StandIn`: takes the place of a submodule in a frame, and asks the run that is under way what it returns."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.placeholders import DELETED, Placeholder
-from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_forward_hooks
+from penstock.models.cutting.undocumented import forward_hooks, has_further_hooks, own_tensors_of, remove_forward_hooks
 
 CALL, FORWARD = "__call__", "forward"
 CHANGES_OWN = (
@@ -44,11 +44,54 @@ class Host(Protocol):
 
     run: Run | None
     """The run that is under way; None between runs."""
-    written: list["StandIn"]
+    written: list[Any]
     """The stand-ins on which the run has set attributes."""
+    refusal: PenstockError | None
+    """The first error by which a stand-in has refused what the forward does."""
 
     def mode_of(self, owner: nn.Module) -> bool:
         """Return whether a submodule of another part is in training mode."""
+
+
+def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Note a refusal, which a forward with `except Exception` would take for an error of its own."""
+
+    @wraps(method)
+    def noted_method(self: "StandIn", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except PenstockError as error:
+            host = self._target[2]
+            host.refusal = host.refusal or error
+            raise
+
+    return noted_method
+
+
+class StandInType(type):
+    """The type of stand-ins for modules of one class: its name and comparisons are those of this class."""
+
+    owner_type: type
+
+    def __eq__(cls, other: object) -> bool:
+        """Whether the other one is this type, or the class of the module, as in `type(block) == Block`."""
+        return other is cls or other is cls.owner_type
+
+    def __hash__(cls) -> int:
+        """Return the hash of the class of the module, for dicts by class."""
+        return hash(cls.owner_type)
+
+
+def stand_in_for(name: str, placeholder: Placeholder, host: Host) -> "StandIn":
+    """Return a stand-in for a submodule, of the type for its class."""
+    owner_type: Any = type(placeholder.owner)
+    stand_in: StandIn = _type_for(owner_type)(name, placeholder, host)
+    return stand_in
+
+
+@cache
+def _type_for(owner_type: Any) -> Any:
+    return StandInType(owner_type.__name__, (StandIn,), {"owner_type": owner_type, "__module__": owner_type.__module__})
 
 
 class StandIn(nn.Module):
@@ -97,7 +140,8 @@ class StandIn(nn.Module):
         for child_name, module in placeholder.module.named_children():
             if child_name not in self._nested:
                 full_name = f"{name}.{child_name}"
-                self._nested[child_name] = StandIn(full_name, Placeholder(full_name, owners[child_name], module), host)
+                placeholder_of_child = Placeholder(full_name, owners[child_name], module)
+                self._nested[child_name] = stand_in_for(full_name, placeholder_of_child, host)
         nested: dict[str, Any] = self._nested
         return nested
 
@@ -107,6 +151,11 @@ class StandIn(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the run for what a call returns, hooks included; then run the hooks that the stand-in has itself."""
+        if has_further_hooks(self):
+            raise PenstockError(
+                f"the forward puts a hook on {self._target[0]!r} that runs before its forward, or in its backward, "
+                "which a stage without this submodule cannot run; register it on the submodule before the cut"
+            )
         output = self._call_method(CALL, *args, **kwargs)
         hooks = forward_hooks(self)
         if not hooks:
@@ -124,6 +173,7 @@ class StandIn(nn.Module):
         """Ask the run for what the module's forward alone returns."""
         return self._call_method(FORWARD, *args, **kwargs)
 
+    @_noted
     def __getattr__(self, name: str) -> Any:
         module_name, placeholder, host = self._target
         if name in self._written:  # and is not there: its owner has it, but the forward has deleted it
@@ -147,6 +197,7 @@ class StandIn(nn.Module):
         run.note_read(module_name, name)
         return value
 
+    @_noted
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute as the forward does; it is read again until the run ends."""
         module_name, placeholder, host = self._target
@@ -164,6 +215,7 @@ class StandIn(nn.Module):
     def __delattr__(self, name: str) -> None:
         setattr(self, name, DELETED)
 
+    @_noted
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         name, placeholder, host = self._target
         if host.run is None:
@@ -173,13 +225,13 @@ class StandIn(nn.Module):
         return host.run.call_method(name, method, args, kwargs, placeholder)
 
 
-def share_hooks(root: nn.Module, is_shared: Callable[[Any], bool]) -> None:
+def share_hooks(root: Any, is_shared: Callable[[Any], bool]) -> None:
     """Let the stand-ins of a frame run some forward hooks of the submodules whose places they take.
 
     Such hooks collect outputs for the forward around the submodules. They see the outputs of stand-ins, not those of
     the copies without values by which these are found.
     """
-    if type(root) is not StandIn:
+    if not issubclass(type(root), StandIn):
         for child in root.children():
             share_hooks(child, is_shared)
         return

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+from penstock.models.cutting.draws import UnknownDraws
 from penstock.models.cutting.labels import Labels
 from penstock.models.cutting.placeholders import Placeholder, without_values
 from penstock.models.cutting.points import first_argument
@@ -44,8 +45,8 @@ class Trial:
     place: str = field(init=False)
     """The code that runs now, for messages."""
     segment: int = 0
-    has_draws: bool = False
-    """Whether random draws between the submodules were followed."""
+    unknown_draws: UnknownDraws = field(default_factory=UnknownDraws)
+    """Finds draws that are not followed."""
     _points: list[PointRoute] = field(default_factory=list)
     _needs: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _made_in: dict[str, int] = field(default_factory=dict)
@@ -100,8 +101,8 @@ class Trial:
     def draw(self, label: str, compute: Callable[[], Any]) -> tuple[Any, bool]:
         """Note a random draw of the current segment."""
         self._made_in[label] = self.segment
-        self.has_draws = True
-        return compute(), False
+        with self.unknown_draws.expected():
+            return compute(), False
 
     # ---- what stand-ins are asked
 
@@ -133,7 +134,7 @@ class Trial:
             self.use_labels(self.labels.labels_of((args, kwargs)))
         label = f"{name}#{self._num_calls[name]}"
         self._num_calls[name] += 1
-        with self.labels.paused():
+        with self.labels.paused(), self.unknown_draws.expected():
             output = placeholder.output(method, args, kwargs, is_training=self.is_training)
         return self._labelled(name, label, output, (args, kwargs))
 
@@ -227,14 +228,16 @@ class Trial:
         """Label the tensors of an output that are not among the inputs; return the output."""
         input_ids = set(map(id, tensors_in(inputs)))
         tensors = tensors_in(output)
-        self._shapes[label] = tuple(tuple(tensor.shape) for tensor in tensors)
+        with self.labels.paused():  # the forward has not asked for them
+            self._shapes[label] = tuple(tuple(tensor.shape) for tensor in tensors)
+            types = [tensor.dtype for tensor in tensors]
         labels: list[str | None] = []
         for index, tensor in enumerate(tensors):
             labels.append(None if id(tensor) in input_ids else f"{label}.{index}")
             if id(tensor) not in input_ids:
                 self.labels.add_leaf(tensor, f"{label}.{index}")
                 self._made_in[f"{label}.{index}"] = self.segment
-                self._types[f"{label}.{index}"] = tensor.dtype
+                self._types[f"{label}.{index}"] = types[index]
         if None not in labels:
             self._outputs[label] = output
         if name in self.positions:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.models.cutting.entry import Entry, PartCall
 from penstock.models.cutting.frame import Frame, Template
 from penstock.models.cutting.placeholders import copied
 from penstock.models.cutting.routes import Routes, are_equal, have_equal_values
-from penstock.models.cutting.state import changed_names
+from penstock.models.cutting.state import changed_names, fingerprint
 from penstock.models.cutting.trees import tensors_in
 from penstock.models.cutting.trial import Trial, modes_of
 from penstock.models.cutting.undocumented import version_of
@@ -37,7 +38,8 @@ class Trials:
         self.template, self._entry = template, entry
         self._frames: dict[torch.device, Frame] = {}
         self._keywords: Mapping[str, Any] = {}
-        """The keywords of the microbatch that ran last."""
+        """The keywords of the microbatch that ran last; kept, so that no other object gets an id of theirs."""
+        self._keyword_prints: dict[str, Any] = {}
         self._known_routes: dict[Any, Routes] = {}
         """The routes of this microbatch, by kind; where it has no keywords, those of all microbatches of a kind."""
         self._parts: set[str | None] = set()
@@ -55,9 +57,9 @@ class Trials:
                 repeat.
         """
         keywords = part_call.keywords
-        is_known = keywords.keys() == self._keywords.keys()
-        if not (is_known and all(value is self._keywords[name] for name, value in keywords.items())):
-            self._keywords = dict(keywords)
+        prints = {name: fingerprint(value) for name, value in keywords.items()}
+        if prints != self._keyword_prints:
+            self._keywords, self._keyword_prints = dict(keywords), prints
             self._known_routes.clear()
             self._parts.clear()
         # Each part asks once in a forward; one that asks again begins another forward, before which the owner may have
@@ -72,7 +74,11 @@ class Trials:
         if kind not in self._known_routes:
             if len(self._known_routes) >= MOST_KINDS:
                 self._known_routes.clear()
-            self._known_routes[kind] = self._checked_routes(device, part_call)
+            try:
+                self._known_routes[kind] = self._checked_routes(device, part_call)
+            except BaseException:
+                self.give_up(device)
+                raise
         return self._known_routes[kind]
 
     def frame(self, device: torch.device) -> Frame:
@@ -84,10 +90,15 @@ class Trials:
     def end_run(self, frame: Frame) -> None:
         """Give up a frame after a run of a forward that changes the modules around the points."""
         if self._left_state:
-            self._frames.pop(frame.device, None)
+            self.give_up(frame.device)
+
+    def give_up(self, device: torch.device) -> None:
+        """Use a frame no more: a forward has changed it, or was ended by an error on the way."""
+        self._frames.pop(device, None)
 
     def _follow_owner(self) -> None:
-        """Copy the modules around the points anew if the owner has changed something there."""
+        """Copy the modules around the points anew if the owner has changed something there. Raises: PenstockError."""
+        self.template.require_held_items()
         source_state = self.template.state()
         if source_state != self._source_state:
             self._source_state = source_state
@@ -115,11 +126,7 @@ class Trials:
         fresh_state = {name: left_state.get(name, frame.source_value(name)) for name in names}
         changed = [name for name in names if not have_equal_values(frame.value(name), fresh_state[name])]
         if changed or not is_equal:
-            raise PenstockError(
-                f"the forward changes {(changed or list(names))[0]!r} for later forwards, but each stage runs it in "
-                "its own number and order; let a submodule that is a point of the cut keep it as a saved buffer, hand "
-                "on a loss by a ps.AuxiliaryLoss, or make it anew in each forward"
-            )
+            raise PenstockError(_keeps_state((changed or list(names))[0], frame))
         self._left_state = {name: copied(frame.value(name)) for name in names}
         self._frames.pop(device)
         return routes
@@ -135,15 +142,17 @@ class Trials:
         python_state = _drawn_outside()
         buffers: dict[str, Any] = {}
         trial.at_first_point = lambda: buffers.update(frame.buffer_state())
+        is_graded = torch.is_grad_enabled()
         with (
             restored_generators(frame.device),
+            torch.inference_mode(False),  # in which changes in place are not counted
+            torch.set_grad_enabled(is_graded),
             frame.running(trial, trial.labels, {}, is_training=part_call.is_training) as model,
         ):
             trial.add_saved_tensors(frame.saved_tensors())
-            generator_state = torch.get_rng_state()
-            output = self._call(model, replace(part_call, run=trial))
+            with trial.unknown_draws:
+                output = self._call(model, replace(part_call, run=trial))
             changed_buffers = changed_names(buffers, frame.buffer_state() if buffers else {})
-            has_drawn = not torch.equal(generator_state, torch.get_rng_state())
         routes = trial.finish(output)
         if changed_buffers:
             raise PenstockError(
@@ -155,19 +164,27 @@ class Trials:
                 f"the forward of {self.template.name} changes an argument of the batch in place, and "
                 "each stage would change it again; let it change a clone()"
             )
-        if _drawn_outside() != python_state or (has_drawn and not trial.has_draws):
-            if attempt < MOST_ATTEMPTS:  # another thread may have drawn, as one of a data loader does
-                return self._try(Frame(self.template, frame.device), part_call, earlier_state, attempt + 1)
+        is_drawn_outside = _drawn_outside() != python_state
+        if is_drawn_outside and attempt < MOST_ATTEMPTS:  # another thread may have drawn, as one of a data loader does
+            return self._try(Frame(self.template, frame.device), part_call, earlier_state, attempt + 1)
+        drawn_by = trial.unknown_draws.name or ("Python's or NumPy's random" if is_drawn_outside else "")
+        if drawn_by:
             raise PenstockError(
-                f"the forward of {self.template.name} draws random numbers between its submodules by Python's or "
-                "NumPy's random, or by an operator that is not followed, as for a layer drop, so that each stage would "
-                "draw others; draw by torch, as torch.rand does"
+                f"the forward of {self.template.name} draws random numbers between its submodules by {drawn_by}, which "
+                "is not followed, so that each stage would draw others; draw by a function of torch, as torch.rand is"
             )
-        return routes, {name: copied(frame.value(name)) for name in frame.changed_names()}
+        left_names = frame.changed_names()
+        for name in left_names:
+            # Its values are unknown here: what it has got in place comes from submodules.
+            if any(not tensor.is_meta and trial.labels.labels_of(tensor) for tensor in tensors_in(frame.value(name))):
+                raise PenstockError(_keeps_state(name, frame))
+        return routes, {name: copied(frame.value(name)) for name in left_names}
 
     def _new_trial(self, frame: Frame, part_call: PartCall) -> Trial:
         template = self.template
-        return Trial(template.positions, frame.device, part_call.is_training, template.modules, template.name)
+        trial = Trial(template.positions, frame.device, part_call.is_training, template.modules, template.name)
+        trial.labels.owner_parameters = template.parameters
+        return trial
 
     def _call(self, model: nn.Module, part_call: PartCall) -> Any:
         try:
@@ -179,6 +196,21 @@ class Trials:
                 f"the forward fails where it runs without what its submodules compute: {type(error).__name__}: "
                 f"{error}. What it computes around its submodules must not depend on values; put it into one of them"
             ) from error
+
+
+def _keeps_state(name: str, frame: Frame) -> str:
+    """Return the words for a forward that changes an attribute around the points for later forwards."""
+    module = frame.model.get_submodule(name.rpartition(".")[0])
+    if isinstance(module, AuxiliaryLoss):
+        return (
+            f"the forward adds to the ps.AuxiliaryLoss {module.name!r} around its points, where each stage would add "
+            "to it; let a submodule that is a point of the cut hold it, and add to it there"
+        )
+    return (
+        f"the forward changes {name!r} for later forwards, but each stage runs it in its own number and order; let a "
+        "submodule that is a point of the cut keep it as a saved buffer, hand on a loss by a ps.AuxiliaryLoss in such "
+        "a submodule, or make it anew in each forward"
+    )
 
 
 def _drawn_outside() -> Any:

@@ -1,9 +1,14 @@
-"""Uses of torch that it does not document: changes in place, identities of memory, compiled modules, buffers, hooks."""
+"""Uses of torch that it does not document: changes in place, memory, compiled modules, buffers, hooks, kernels."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage, nn
+
+KernelMode: Any = attrgetter("utils._python_dispatch.TorchDispatchMode")(torch)
+"""A context in which each kernel that runs on this thread goes through `__torch_dispatch__`."""
 
 
 def version_of(tensor: Tensor) -> int:
@@ -56,3 +61,16 @@ def remove_forward_hooks(module: nn.Module, is_removed: Callable[[Any], bool]) -
     """Remove some forward hooks of a module."""
     for key in [key for key, hook in module._forward_hooks.items() if is_removed(hook)]:
         del module._forward_hooks[key]
+
+
+def has_further_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that run before its forward, or in its backward."""
+    return bool(module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def remove_hooks_besides(module: nn.Module, kept_hooks: list[tuple[Any, bool]]) -> None:
+    """Remove the hooks of a module but for some that run behind its forward."""
+    if module._forward_hooks or has_further_hooks(module):
+        remove_forward_hooks(module, lambda hook: all(hook is not kept for kept, _ in kept_hooks))
+        for hooks in (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+            hooks.clear()
