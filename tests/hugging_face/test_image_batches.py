@@ -139,3 +139,16 @@ def test_an_example_that_lacks_keywords_is_refused_with_their_names():
             ps.from_transformers(model, example=example)
     with pytest.raises(ps.ConfigError, match=r"made-up batch does not come to 'model.visual.blocks.0'. Pass example="):
         ps.from_transformers(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", ["input_ids", "image_grid_thw", "mm_token_type_ids"])
+def test_a_batch_without_a_keyword_that_the_model_needs_is_refused_by_its_name(absent):
+    batch, labels = tiny_further.batch_of("qwen3_vl")
+    split, specs = tiny_further.split_batch("qwen3_vl", batch)
+    layers = ps.from_transformers(tiny_further.model_of("qwen3_vl"), example=batch)
+    pipeline = ps.Pipeline(layers, "1f1b", tiny_further.NUM_MICROBATCHES, specs=specs, ranks=1)
+
+    with pytest.raises(ps.PenstockError, match=f"the batch has no '{absent}', which"):
+        pipeline.step(**{key: value for key, value in split.items() if key != absent}, target=labels)
+    assert all(each.grad is None for each in pipeline.parameters())

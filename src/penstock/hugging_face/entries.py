@@ -1,7 +1,7 @@
 """How a stage calls the forward of a model of transformers, and what of its output the last stage returns."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,16 +41,33 @@ class DecoderEntry:
 class BatchEntry:
     """The entry of all other models: every stage gets the whole batch by the names of the forward's arguments."""
 
-    def __init__(self, model: Any, block_by_keyword: Mapping[str, str] | None = None) -> None:
-        """`block_by_keyword` says of keywords of a batch which block the forward leaves out without them."""
+    def __init__(
+        self, model: Any, block_by_keyword: Mapping[str, str] | None = None, tried: Collection[str] = ()
+    ) -> None:
+        """`block_by_keyword` says of keywords of a batch which block the forward leaves out without them.
+
+        `tried` are the keywords of a batch with which the forward was tried.
+        """
         names = [name for name in inspect.signature(model.forward).parameters if _is_of_batch(name)]
         self.batch_signature: BatchSignature = WholeBatchSignature(model, names, block_by_keyword or {})
         self._settings = forward_settings(model)
+        self._tried = tried
 
     def call(self, model: nn.Module, part_call: PartCall) -> Any:
         inputs = part_call.inputs if part_call.is_first else ()
         _, batch = self.batch_signature.bind(inputs, part_call.keywords)
-        return output_of(model(**batch, **self._settings))
+        try:
+            return output_of(model(**batch, **self._settings))
+        except PenstockError:
+            raise
+        except Exception as error:
+            absent = [repr(name) for name in self._tried if batch.get(name) is None]
+            if not absent:
+                raise
+            raise PenstockError(
+                f"the batch has no {', '.join(absent)}, which the batch had with which the model was tried, and the "
+                f"forward of {type(model).__name__} fails: {type(error).__name__}: {error}. Give it what is absent"
+            ) from error
 
 
 class WholeBatchSignature(BatchSignature):

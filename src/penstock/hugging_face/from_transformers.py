@@ -170,7 +170,7 @@ def _tried_entry(model: Any, cut: CutModel, example: Mapping[str, Any] | None) -
         if order.error is None:
             return entry, order
     order = _order(model, cut, batch_entry, PartCall((), batch, is_first=True))
-    return BatchEntry(model, _block_by_keyword(model, cut, batch_entry, batch, order)), order
+    return BatchEntry(model, _block_by_keyword(model, cut, batch_entry, batch, order), tuple(batch)), order
 
 
 def _block_by_keyword(
