@@ -19,7 +19,7 @@ from penstock.models.cutting.placeholders import Placeholder, without_values
 from penstock.models.cutting.points import first_argument
 from penstock.models.cutting.routes import ArgumentForms, PointRoute, Routes, carry, form_of, input_label, short_points
 from penstock.models.cutting.stand_in import CALL
-from penstock.models.cutting.trees import tensors_in
+from penstock.models.cutting.trees import map_tensors, tensors_in
 
 POINT_ORDER = "give the points of the cut in the order of the forward, in which each is called once"
 LEFT_OUT = "A block that some batches leave out, as by a layer drop, cannot be a point"
@@ -239,7 +239,7 @@ class Trial:
                 self._made_in[f"{label}.{index}"] = self.segment
                 self._types[f"{label}.{index}"] = types[index]
         if None not in labels:
-            self._outputs[label] = output
+            self._outputs[label] = map_tensors(lambda tensor: tensor, output)  # the forward may change its containers
         if name in self.positions:
             self._points[-1].output_labels = tuple(labels)
         return output
