@@ -54,3 +54,7 @@ def test_two_families_are_tried_and_one_that_cannot_be_made_is_wrong(tmp_path, m
     monkeypatch.setattr(families, "LIMIT_S", 0.001)
     late = families.tried(families.families()[0])
     assert late["forms"]["plain"]["reason"] == "no result after 0.001 s"
+
+
+def test_no_family_is_wrong():
+    assert "| WRONG" not in PAGE
