@@ -42,12 +42,12 @@ def test_a_page_keeps_what_is_around_the_table_and_writing_it_twice_changes_noth
 
 @pytest.mark.slow
 def test_two_families_are_tried_and_one_that_cannot_be_made_is_wrong(tmp_path, monkeypatch):
-    command = [sys.executable, ROOT / "scripts" / "families.py", "llama", "bart", "--results", tmp_path / "results"]
+    command = [sys.executable, ROOT / "scripts" / "families.py", "llama", "hrm_text", "--results", tmp_path / "results"]
     done = subprocess.run(command, capture_output=True, text=True)
 
     results = json.loads((tmp_path / "results").read_text())
     assert {verdict["word"] for verdict in results["llama"]["forms"].values()} == {families.RIGHT}
-    assert families.REFUSED in {verdict["word"] for verdict in results["bart"]["forms"].values()}
+    assert families.REFUSED in {verdict["word"] for verdict in results["hrm_text"]["forms"].values()}
     assert done.returncode == 0, done.stdout
     broken = families.tried(families.Family("decoder", "no such family"))
     assert {verdict["word"] for verdict in broken["forms"].values()} == {families.WRONG}
