@@ -30,3 +30,12 @@ def test_parameters_of_a_part_and_of_its_submodules_go_on_by_their_names():
 def test_a_leaf_that_was_not_made_is_refused_by_name():
     with pytest.raises(PenstockError, match=r"has not made 'a#0.0', which a later layer needs"):
         PartLeaves({}, ("a#0.0",), frozenset()).outgoing()
+
+
+def test_a_leaf_that_begins_a_graph_has_a_grad_fn_as_in_one_process():
+    arrived = torch.zeros(2, requires_grad=True)
+    leaves = PartLeaves({"a#0.0": arrived}, ("a#0.0",), frozenset())
+    assert leaves.arrived["a#0.0"].grad_fn is not None
+    assert leaves.outgoing()["a#0.0"] is arrived
+    with torch.no_grad():
+        assert PartLeaves({"a#0.0": arrived}, (), frozenset()).arrived["a#0.0"] is arrived

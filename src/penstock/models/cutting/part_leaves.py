@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
@@ -19,7 +20,7 @@ class PartLeaves:
         """
         self._changed = changed
         self._wanted = wanted
-        self.arrived = {label: self._own(label, leaf) for label, leaf in arrived.items()}
+        self.arrived = {label: _as_computed(self._own(label, leaf)) for label, leaf in arrived.items()}
         self._outgoing = {label: leaf for label, leaf in arrived.items() if label in wanted}
 
     def keep(self, label: str, leaf: Tensor) -> None:
@@ -55,3 +56,9 @@ class PartLeaves:
 
     def _own(self, label: str, leaf: Tensor) -> Tensor:
         return leaf.clone() if label in self._changed else leaf
+
+
+def _as_computed(tensor: Tensor) -> Tensor:
+    """Return a tensor that has a `grad_fn`, as in one process: what came from another stage begins a graph."""
+    begins_graph = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+    return tensor.view_as(tensor) if begins_graph and torch.is_grad_enabled() else tensor
