@@ -21,7 +21,7 @@ from penstock.train.document_leaks import require_separate_documents
 from penstock.train.folder.run_folder import SCHEDULE, TIMELINE, RunFolder, run_log
 from penstock.train.generation import prompt_tokens, sample
 from penstock.train.measuring.split import choose_split
-from penstock.train.model_check import check_model
+from penstock.train.model_check import check_model_together
 from penstock.train.model_source import build_layers
 from penstock.train.resuming import Progress, RunCheckpoints, begin_with_weights
 from penstock.train.settings.config import RunConfig
@@ -83,7 +83,7 @@ def train(
             stack.enter_context(run_log(folder.path, transport.rank, config.debug.log))
             write_line(output, "building the model ...")
             layers = build_layers(config, dataset.vocabulary)
-            if note := Control(transport).on_rank_0(partial(check_model, config, dataset, folder), same_words):
+            if note := check_model_together(config, dataset, folder, transport):
                 write_line(output, note)
             split_rule = choose_split(config, layers, dataset, folder, transport)
             with warnings.catch_warnings():

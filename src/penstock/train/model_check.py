@@ -1,13 +1,17 @@
 """A run's cut model, compared with the unsplit one before the first step (`model.verify`), where one rank holds it."""
 
 import os
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.execute.accelerator import is_queued
 from penstock.execute.batch.stream import Part
+from penstock.execute.control.collectives import Control
+from penstock.execute.control.long_work import work_together
+from penstock.execute.transport.protocol import Transport
 from penstock.execute.values.tree import map_leaves
 from penstock.hugging_face.from_transformers import from_transformers
 from penstock.hugging_face.source import with_values
@@ -17,14 +21,28 @@ from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.model_source import TRANSFORMERS, loss_of
 from penstock.train.settings.config import RunConfig
+from penstock.train.together import same_words
 from penstock.verifying.report import VerifyReport
 from penstock.verifying.verify import verify
 
 AUTO = "auto"
+LIMIT_S = 1800.0
+"""Seconds that a comparison may take."""
 ROOM = 6
 """Bytes that a comparison needs for each byte of parameters: both models, a copy, their gradients, and what is kept."""
 MAX_ROWS, MAX_LENGTH = 2, 32
 """The part of the first batch that is compared: enough for two microbatches."""
+
+
+def check_model_together(config: RunConfig, dataset: Dataset, folder: RunFolder, transport: Transport) -> str:
+    """Let rank 0 compare the model, while all ranks wait for it and notice one that is lost; every rank calls it.
+
+    Returns the line that says so, on rank 0. Raises: PenstockError, on every rank: as `check_model`; or it takes long.
+    """
+    check = partial(check_model, config, dataset, folder) if transport.rank == 0 else str
+    stalled = PenstockError(f"the model is not verified after {LIMIT_S:g} s; set model.verify = false")
+    control = Control(transport, limit_s=config.run.deadline_s)
+    return work_together(control, check, limit_s=LIMIT_S, stalled=stalled, fails_as=same_words)
 
 
 def check_model(config: RunConfig, dataset: Dataset, folder: RunFolder) -> str:
