@@ -5,7 +5,6 @@ chains                 blocks....................            ....   layers......
 layers    begin        blocks.0            blocks.1  embed..........layers.0  layers.1  lm_head......
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.hugging_face.source import KEY
 from penstock.models.cutting.forward import Segment
 from penstock.models.cutting.order import CallOrder
+from penstock.models.cutting.points import names_like
 from penstock.models.cutting.trees import tensors_in
 
 
@@ -47,8 +47,7 @@ def _matching_lists(model: nn.Module, names: Sequence[str], patterns: Sequence[s
         raise ConfigError(f"{patterns!r}; expected a list of names of lists, such as ['model.layers']", key="chains")
     matching_names: dict[str, None] = {}
     for pattern in patterns:
-        rule = re.compile(r"[^.]+".join(map(re.escape, str(pattern).split("*"))))
-        matches = [name for name in names if rule.fullmatch(name)]
+        matches = names_like(pattern, names)
         if not matches:
             raise ConfigError(
                 f"{pattern!r} names no list of blocks of {type(model).__name__}.{nearest(str(pattern), names)} Give "

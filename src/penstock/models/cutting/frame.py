@@ -25,9 +25,6 @@ from penstock.models.cutting.state import changed_names, fingerprint, module_sta
 from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_hooks_besides
 from penstock.models.skip import Skip
 
-Call = Callable[[nn.Module], Any]
-"""Runs the forward of the module that it gets."""
-
 
 class Template:
     """The module that frames are made from, and what its parts return."""
@@ -46,6 +43,7 @@ class Template:
         trained = [name for name in cut.begin_modules if any(True for _ in model.get_submodule(name).parameters())]
         names = [*trained, *(name for name in cut.begin_modules if name not in trained), *cut.points]
         self.modules = {name: model.get_submodule(name) for name in names}
+        self._hidden = frozenset(map(id, self.modules.values()))
         self.placeholders = {
             name: Placeholder(name, module, is_point=name in self.positions) for name, module in self.modules.items()
         }
@@ -81,8 +79,11 @@ class Template:
 
     def state(self) -> dict[str, Any]:
         """Return the fingerprints of what the owner may change around the points."""
-        hidden = frozenset(map(id, self.modules.values()))
-        return module_state(_around(self.model, hidden), self.saved_names, hidden)
+        return module_state(self.modules_around(), self.saved_names, self._hidden)
+
+    def modules_around(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the owner's modules around the points, by name."""
+        return _around(self.model, self._hidden)
 
 
 class Frame:
@@ -105,13 +106,13 @@ class Frame:
         memo: dict[int, Any] = {id(module): self.stand_ins[name] for name, module in template.modules.items()}
         memo |= template.bare_parameters  # as in a list of parameters that the model keeps
         memo |= {id(tensor): bare_parameter(tensor) for tensor in self._saved_tensors(template.model).values()}
-        for _, module in _around(template.model, frozenset(map(id, template.modules.values()))):
+        for _, module in template.modules_around():
             memo |= {id(value): value.detach().clone() for value in vars(module).values() if _has_graph(value)}
         self.model: nn.Module = copy.deepcopy(template.model, memo)
         template.complete(self.model, device)
         self._hidden = frozenset(map(id, self.stand_ins.values()))
         self._modules = list(_around(self.model, self._hidden))
-        self._owners = dict(_around(template.model, frozenset(map(id, template.modules.values()))))
+        self._owners = dict(template.modules_around())
         for _, module in self._modules:
             _move_buffers(module, device)
         self._last_state = self._state()

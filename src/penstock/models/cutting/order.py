@@ -65,7 +65,7 @@ def order_of_calls(template: Template, entry: Entry, batch: PartCall) -> CallOrd
     """
     frame = Frame(template, torch.device("cpu"))
     trial = _NotingTrial(
-        template.positions, frame.device, batch.is_training, template.modules, template.name, called_names=[]
+        template.positions, frame.device, batch.is_training, template.modules, template.name, has_free_order=True
     )
     error = None
     running = frame.running(trial, trial.labels, {}, is_training=batch.is_training)

@@ -102,8 +102,7 @@ def _matching_points(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         raise ConfigError(f"{patterns!r}; expected a list of names of submodules, such as ['layers.*']", key=KEY)
     points: list[str] = []
     for pattern in patterns:
-        rule = re.compile(r"[^.]+".join(map(re.escape, str(pattern).split("*"))))
-        matching_names = [name for name in names if rule.fullmatch(name)]
+        matching_names = names_like(pattern, names)
         if not matching_names:
             raise ConfigError(
                 f"{pattern!r} names no submodule of {type(model).__name__}.{nearest(str(pattern), names)} Give names "
@@ -120,6 +119,12 @@ def _matching_points(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                 key=KEY,
             )
     return points
+
+
+def names_like(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that a pattern matches, in which `*` stands for one part of a name."""
+    rule = re.compile(r"[^.]+".join(map(re.escape, str(pattern).split("*"))))
+    return [name for name in names if rule.fullmatch(name)]
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -37,8 +37,8 @@ class Trial:
     """The submodules that parts run, by name."""
     model_name: str
     """The class of the model, for messages."""
-    called_names: list[str] | None = None
-    """The submodules that the forward has called; where this is a list, their order is free."""
+    has_free_order: bool = False
+    """Whether the forward may call the submodules in any order."""
     at_first_point: Callable[[], None] = lambda: None
     """Called where the forward meets its first point."""
     labels: Labels = field(init=False)
@@ -81,7 +81,7 @@ class Trial:
         """Return what was found; `output` is that of the forward. Raises: PenstockError."""
         self.use_labels(self.labels.labels_of(self.labels.replaced(output)))
         missing_names = [name for name in self.positions if name not in self._num_calls]
-        if missing_names and self.called_names is None:
+        if missing_names and not self.has_free_order:
             raise PenstockError(
                 f"the forward has ended and has not called {missing_names[0]!r}; {POINT_ORDER}. {LEFT_OUT}"
             )
@@ -115,8 +115,6 @@ class Trial:
             PenstockError: the forward calls something out of order, or a part of a submodule.
         """
         args, kwargs = self.labels.replaced((args, kwargs))
-        if self.called_names is not None:
-            self.called_names.append(name)
         if name not in self.modules or (name in self.positions and method not in (CALL, "forward")):
             whole = next((point for point in self.modules if name == point or name.startswith(f"{point}.")), name)
             raise PenstockError(
@@ -125,7 +123,7 @@ class Trial:
             )
         if name in self.positions:
             self._begin_point(name, method, args, kwargs, placeholder)
-        elif self.segment and self.called_names is None:
+        elif self.segment and not self.has_free_order:
             raise PenstockError(
                 f"the forward calls {name!r} behind {self._points[-1].name!r}, though it is defined before; name it as "
                 "a point of the cut, in the order of the forward"
@@ -180,7 +178,7 @@ class Trial:
         self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder: Placeholder
     ) -> None:
         """Note the arguments of a point, with which a new segment begins."""
-        if self.called_names is None and self.positions[name] != self.segment:
+        if not self.has_free_order and self.positions[name] != self.segment:
             expected = next((point for point, place in self.positions.items() if place == self.segment), "the end")
             if name in self._num_calls:
                 raise PenstockError(
