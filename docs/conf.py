@@ -39,7 +39,17 @@ html_show_copyright = False
 SECTIONS = {
     "Start": ["start", "all"],
     "Tasks": ["tasks", "cookbook"],
-    "Guides": ["models", "pipeline", "training", "training/*", "observing", "pictures", "searching", "simulator"],
+    "Guides": [
+        "models",
+        "families",
+        "pipeline",
+        "training",
+        "training/*",
+        "observing",
+        "pictures",
+        "searching",
+        "simulator",
+    ],
     "Recipes": ["recipes/*"],
     "Tutorials": ["tutorials/*"],
     "Schedules": ["schedules", "schedules/*"],

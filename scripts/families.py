@@ -75,19 +75,21 @@ def _try(family: Family, writer: Connection) -> None:
 
 
 def table(results: dict[str, Result]) -> str:
-    """Return the rows of the page, a family each."""
+    """Return the rows of the page, a family each, and the words of each refusal."""
     counts = Counter(_summary(result) for result in results.values())
     lines = [
         f"{len(results)} families: {', '.join(f'{counts[word]} {word}' for word in (RIGHT, REFUSED, WRONG))}.",
         "",
-        f"| family | class | {' | '.join(FORMS)} | refused |",
-        f"|{'---|' * (len(FORMS) + 3)}",
+        f"| family | class | {' | '.join(FORMS)} |",
+        f"|{'---|' * (len(FORMS) + 2)}",
     ]
     for name, result in results.items():
         words = [result["forms"][form]["word"] for form in FORMS]
-        lines.append(f"| `{name}` | `{result['class']}` | {' | '.join(words)} | {_reasons(result)} |")
+        lines.append(f"| `{name}` | `{result['class']}` | {' | '.join(words)} |")
+    refused = [f"* `{name}`: {words}." for name, result in results.items() if (words := _reasons(result))]
+    refused[:0] = ["", "Refused with these words:", ""]
     left_out = [f"* `{name}`: {reason}." for name, reason in LEFT_OUT.items()]
-    return "\n".join([*lines, "", "Decoders that are not tried:", "", *left_out])
+    return "\n".join([*lines, *refused, "", "Decoders that are not tried:", "", *left_out])
 
 
 def _summary(result: Result) -> str:
@@ -106,7 +108,7 @@ def _shortened(reason: str) -> str:
     reason = re.sub(r"^rank \d+(, \w+)?[:,] |PenstockError: |^source: ", "", reason)
     first = re.split(r"[;.] |\. ", re.sub(r"/tmp/\S+?(?=[:/ ])(/config\.json)?:? ?", "", reason))[0]
     words = first.replace("|", "/").split()
-    return " ".join(words[:MOST_WORDS]) + (" ..." if len(words) > MOST_WORDS else "")
+    return " ".join(words[:MOST_WORDS]) + (" .." if len(words) > MOST_WORDS else "")  # the page ends it with a point
 
 
 def page(text: str, results: dict[str, Result]) -> str:
