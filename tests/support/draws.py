@@ -5,24 +5,30 @@ beside the draw, so a draw is found again by its key, whatever generator a pipel
 the model, so nothing that compares a model's state sees it.
 """
 
+import functools
 import itertools
 from contextlib import contextmanager
 
 import torch
 
 MAX_CHOICES = 64
-_active = None
-"""The recording or repeating `RecordedDraws` of this process; threads of ranks share it."""
+
+
+@functools.cache
+def active():
+    """The recording or repeating `RecordedDraws` of this process; threads of ranks share it, and no cut looks here."""
+    return []
 
 
 def drawn(site, key, draw):
     """Return `draw()`, a tensor or a number; a repeating process returns what was recorded at this site for the key."""
-    if _active is None:
+    if not active():
         return draw()
-    if _active.is_repeating:
-        return _active.repeat(site, key, draw)
+    (draws,) = active()
+    if draws.is_repeating:
+        return draws.repeat(site, key, draw)
     value = draw()
-    _active.record(site, key, value)
+    draws.record(site, key, value)
     return value
 
 
@@ -51,12 +57,12 @@ class RecordedDraws:
                 yield from itertools.islice(itertools.product(*map(range, counts)), 1, MAX_CHOICES)
 
     def _as_active(self, is_repeating):
-        global _active
-        self.is_repeating, _active = is_repeating, self
+        self.is_repeating = is_repeating
+        active().append(self)
         try:
             yield
         finally:
-            _active = None
+            active().clear()
 
     def record(self, site, key, value):
         """Keep a copy without reading a value: a stand-in's is looked at when all ranks have ended."""

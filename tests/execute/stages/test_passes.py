@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.execute.stages.stage import Stage
 from tests.execute.ops.test_messages import frames_from_the_loop
-from tests.support.local_pipelines import WIDTH, block, float_task, on_ranks, pipeline_of, step_task, values
+from tests.support.local_pipelines import (
+    WIDTH,
+    block,
+    float_task,
+    on_ranks,
+    pipeline_of,
+    square_loss,
+    step_task,
+    values,
+)
 from tests.support.one_stage import OneStage
 from tests.support.using import Using
 
@@ -107,3 +117,25 @@ def test_a_stage_without_features_is_a_few_frames_from_the_loop():
     for seen, num_layers in on_ranks(2, case):
         assert len(seen) == 2 * num_layers
         assert 0 < max(seen) <= MAX_FRAMES
+
+
+class Told(nn.Linear):
+    """A layer that notes when steps begin and end, and its forwards in between."""
+
+    def begin_step(self):
+        self.notes = [*getattr(self, "notes", []), "begin"]
+
+    def end_step(self):
+        self.notes.append("end")
+
+    def forward(self, hidden):
+        self.notes.append("forward")
+        return super().forward(hidden)
+
+
+def test_layers_are_told_where_steps_of_training_and_evaluation_begin_and_end():
+    layer = Told(WIDTH, WIDTH)
+    pipeline = ps.Pipeline([layer], "1f1b", 2, square_loss, ranks=1)
+    pipeline.step(values(1, 2, WIDTH), target=values(2, 2, WIDTH))
+    pipeline.evaluate(values(1, 2, WIDTH), target=values(2, 2, WIDTH))
+    assert layer.notes == ["begin", "forward", "forward", "end"] * 2

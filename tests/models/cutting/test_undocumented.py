@@ -6,6 +6,7 @@ from torch import nn
 from penstock.models.cutting.undocumented import (
     forward_hooks,
     has_further_hooks,
+    hooks_around_forward,
     is_compiled,
     is_saved,
     own_tensors_of,
@@ -73,9 +74,17 @@ def test_forward_hooks_are_listed_in_their_order_and_can_be_removed():
     module.register_forward_hook(second, with_kwargs=True)
 
     assert forward_hooks(module) == [(first, False), (second, True)]
+    assert hooks_around_forward(module) == [first, second]
     remove_forward_hooks(module, lambda hook: hook is second)
     assert forward_hooks(module) == [(first, False)]
     torch.testing.assert_close(module(torch.zeros(2)), module.bias + 1)
+
+
+def test_hooks_before_a_forward_are_listed_first():
+    module = nn.Identity()
+    module.register_forward_hook(len)
+    module.register_forward_pre_hook(print)
+    assert hooks_around_forward(module) == [print, len]
 
 
 def test_hooks_of_other_kinds_are_known_and_removed():

@@ -11,7 +11,7 @@ backward begins.
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import MicrobatchKey
 from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
 from penstock.execute.split.deferred_weights import DeferredWeights
-from penstock.execute.stages.feature import ForwardPart, StageFeature
+from penstock.execute.stages.feature import ForwardPart, StageFeature, has_methods
 from penstock.execute.stages.keywords import run_layers
 from penstock.execute.stages.stage import Stage
 from penstock.execute.step import Step
@@ -68,6 +68,16 @@ class PassOptions:
     """Whether modules exchange something with other replicas in backwards, which all of them must then run alike."""
 
 
+class StepLayer(Protocol):
+    """A layer that is told of steps, to read there what its owner may change between them."""
+
+    def begin_step(self) -> None:
+        """Begin a step: its forwards, whose number is not known, follow until `end_step`."""
+
+    def end_step(self) -> None:
+        """End a step, unless it has failed."""
+
+
 @dataclass(eq=False)
 class StagePasses:
     """Runs one stage; it holds nothing of any step."""
@@ -78,11 +88,23 @@ class StagePasses:
     """The gradients of the unit that the stage belongs to."""
     _features: Sequence[StageFeature] = ()
 
+    def __post_init__(self) -> None:
+        self._step_layers: list[Any] = [layer for layer in self.stage.modules if has_methods(layer, StepLayer)]
+
     def begin(self) -> None:
-        """Begin a training step: how backwards are split is decided anew, and stays for all of the step."""
+        """Begin a step; in training, how backwards are split is decided anew, and stays for all of the step."""
+        for layer in self._step_layers:
+            layer.begin_step()
+        if not self.options.is_training:
+            return
         if self.options.is_split:
             self.stage.split_planner.begin_step(self.stage.parameters())
         self.stage.own_weight_gradients.begin_step()
+
+    def end(self) -> None:
+        """End a step."""
+        for layer in self._step_layers:
+            layer.end_step()
 
     def forward(
         self, step: Step, place: MicrobatchKey, inputs: Inputs, keywords: Keywords

@@ -22,7 +22,14 @@ from penstock.models.cutting.placeholders import Placeholder
 from penstock.models.cutting.points import CutModel, tensor_of
 from penstock.models.cutting.stand_in import Run, bare_parameter, stand_in_for
 from penstock.models.cutting.state import changed_names, fingerprint, module_state
-from penstock.models.cutting.undocumented import forward_hooks, own_tensors_of, remove_hooks_besides
+from penstock.models.cutting.trees import tensors_in
+from penstock.models.cutting.undocumented import (
+    forward_hooks,
+    hooks_around_forward,
+    own_tensors_of,
+    plain_attributes_of,
+    remove_hooks_besides,
+)
 from penstock.models.skip import Skip
 
 
@@ -80,6 +87,22 @@ class Template:
     def state(self) -> dict[str, Any]:
         """Return the fingerprints of what the owner may change around the points."""
         return module_state(self.modules_around(), self.saved_names, self._hidden)
+
+    def tensors_around(self) -> dict[str, Tensor]:
+        """Return the tensors that frames copy, by name: buffers and attributes that no part holds."""
+        tensors: dict[str, Tensor] = {}
+        for path, module in self.modules_around():
+            for name, value in (plain_attributes_of(module) | own_tensors_of(module)[1]).items():
+                full_name = f"{path}.{name}" if path else name
+                if full_name not in self.saved_names:
+                    found = (tensor for tensor in tensors_in(value) if not tensor.is_meta)
+                    tensors |= {f"{full_name} {index}": tensor for index, tensor in enumerate(found)}
+        return tensors
+
+    def code_around(self) -> tuple[list[nn.Module], list[Any]]:
+        """Return the modules around the points, and their hooks."""
+        modules = [module for _, module in self.modules_around()]
+        return modules, [hook for module in modules for hook in hooks_around_forward(module)]
 
     def modules_around(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the owner's modules around the points, by name."""

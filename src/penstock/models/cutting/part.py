@@ -53,6 +53,14 @@ class CutPart(nn.Module):
         call = PartCall(inputs, keywords, segment.start is None, self.training)
         return self._forward.run(segment, part_modules, tensors, call, leaves)
 
+    def begin_step(self) -> None:
+        """Let the forwards of a step see what the model's owner has changed before it."""
+        self._forward.trials.begin_step(self._segment.start)
+
+    def end_step(self) -> None:
+        """Let forwards that follow see what the model's owner has changed before each of them."""
+        self._forward.trials.end_step()
+
     @property
     def batch_signature(self) -> BatchSignature:
         """How the whole model takes a batch, which a pipeline binds by it."""

@@ -14,6 +14,8 @@ from penstock.models.cutting.undocumented import own_tensors_of, plain_attribute
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, type)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+EXACT_ATOMS = frozenset((bool, int, str, type(None)))
+"""Types of most values, which are their own fingerprints."""
 PLAIN_DICTS = (dict, OrderedDict)
 MOST_LEVELS = 4
 """How deep objects are looked into."""
@@ -25,6 +27,11 @@ def fingerprint(value: Any, levels: int = MOST_LEVELS, known: dict[int, Any] | N
     Tensors count by identity and number of changes in place, containers by what they hold, objects by their
     attributes. `known` has the objects that were met.
     """
+    kind = type(value)
+    if kind in EXACT_ATOMS:
+        return value
+    if kind in FUNCTIONS:
+        return id(value)
     if isinstance(value, float):
         return repr(value)  # so that NaN is equal to itself
     if isinstance(value, ATOMS):

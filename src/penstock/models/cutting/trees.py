@@ -5,16 +5,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+
+PLAIN_TYPES = frozenset((Tensor, type(None), bool, int, float, str, torch.dtype, torch.device))
+"""Types of most items; whether a value is of one is asked first, since a forward asks for thousands of values."""
 
 
 def map_items(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a tree like `value` with `function` of each item that is no container; containers are made anew."""
-    if isinstance(value, Tensor):
+    if type(value) in PLAIN_TYPES or isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_items(function, item) for item in value))
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return type(value)(map_items(function, item) for item in value)
     if isinstance(value, dict):
         mapping = copy.copy(value)  # a subclass keeps what it has beside its items
@@ -37,11 +41,13 @@ def items_in(value: Any) -> list[Any]:
 
 
 def _collect(value: Any, items: list[Any]) -> None:
-    if isinstance(value, Tensor) or value is None:
+    if type(value) in PLAIN_TYPES:
         items.append(value)
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, (tuple, list)):
         for item in value:
             _collect(item, items)
+    elif isinstance(value, Tensor):
+        items.append(value)
     elif isinstance(value, dict):
         for item in value.values():
             _collect(item, items)

@@ -18,7 +18,9 @@ from penstock.errors import PenstockError
 from penstock.models.auxiliary import AuxiliaryLoss
 from penstock.models.cutting.entry import Entry, PartCall
 from penstock.models.cutting.frame import Frame, Template
+from penstock.models.cutting.outside_state import OutsideState, refuse_exact_types
 from penstock.models.cutting.placeholders import copied
+from penstock.models.cutting.reached_code import ReachedCode
 from penstock.models.cutting.routes import Routes, are_equal, have_equal_values
 from penstock.models.cutting.state import changed_names, fingerprint
 from penstock.models.cutting.trees import tensors_in
@@ -43,11 +45,32 @@ class Trials:
         self._known_routes: dict[Any, Routes] = {}
         """The routes of this microbatch, by kind; where it has no keywords, those of all microbatches of a kind."""
         self._parts: set[str | None] = set()
-        """The points at which the parts begin that have asked in this forward."""
+        """The points at which the parts begin that have asked in this step, or in this forward outside of one."""
         self._left_state: dict[str, Any] = {}
         """The attributes around the points that an earlier forward has left changed, by full name."""
         self._source_state: dict[str, Any] = {}
         """The state of the owner's modules of which the frames are copies."""
+        self._source_tensors: dict[str, Tensor] = {}
+        """Copies of the tensors around the points that the frames copy, by name: `.data` changes them uncounted."""
+        self._outside = OutsideState(ReachedCode(()))
+        """What the forward uses outside of modules."""
+        self._outside_state: dict[str, Any] = {}
+        self._is_in_step = False
+        """Whether a step has begun, before which the owner's modules were looked at."""
+
+    def begin_step(self, start: str | None) -> None:
+        """Follow what the owner has changed, once for all forwards of a step; the part that asks begins at `start`.
+
+        Raises:
+            PenstockError: the owner has replaced something that parts hold.
+        """
+        self._follow_before(start)
+        self._is_in_step = True
+
+    def end_step(self) -> None:
+        """End a step; a forward outside of one follows the owner itself."""
+        self._is_in_step = False
+        self._parts.clear()
 
     def routes(self, part_call: PartCall, device: torch.device, start: str | None = None) -> Routes:
         """Return what parts need of one another in a microbatch; the part that asks begins at the point `start`.
@@ -62,12 +85,8 @@ class Trials:
             self._keywords, self._keyword_prints = dict(keywords), prints
             self._known_routes.clear()
             self._parts.clear()
-        # Each part asks once in a forward; one that asks again begins another forward, before which the owner may have
-        # changed something.
-        if not self._parts or start in self._parts:
-            self._parts.clear()
-            self._follow_owner()
-        self._parts.add(start)
+        if not self._is_in_step:
+            self._follow_before(start)
         # Where a batch has no keywords, its shapes are those of the inputs of a part.
         input_kinds = () if keywords else tuple(map(_kind_of, tensors_in(part_call.inputs)))
         kind = (input_kinds, part_call.is_training, modes_of(device), device)
@@ -96,15 +115,36 @@ class Trials:
         """Use a frame no more: a forward has changed it, or was ended by an error on the way."""
         self._frames.pop(device, None)
 
+    def _follow_before(self, start: str | None) -> None:
+        """Follow the owner before a step, or before a forward outside of one.
+
+        Each part asks once in either; one that asks again begins the next, before which the owner may have changed
+        something.
+        """
+        if not self._parts or start in self._parts:
+            self._parts.clear()
+            self._follow_owner()
+        self._parts.add(start)
+
     def _follow_owner(self) -> None:
         """Copy the modules around the points anew if the owner has changed something there. Raises: PenstockError."""
-        self.template.require_held_items()
-        source_state = self.template.state()
+        template = self.template
+        template.require_held_items()
+        source_state, outside_state = template.state(), self._outside.state()
         if source_state != self._source_state:
-            self._source_state = source_state
-            self._frames.clear()
-            self._known_routes.clear()
-            self._left_state.clear()
+            code = ReachedCode(*template.code_around())
+            refuse_exact_types(code)
+            self._outside = OutsideState(code)
+            outside_state = self._outside.state()
+        elif outside_state == self._outside_state and have_equal_values(
+            template.tensors_around(), self._source_tensors
+        ):
+            return
+        self._source_state, self._outside_state = source_state, outside_state
+        self._source_tensors = {name: tensor.detach().clone() for name, tensor in template.tensors_around().items()}
+        self._frames.clear()
+        self._known_routes.clear()
+        self._left_state.clear()
 
     def _checked_routes(self, device: torch.device, part_call: PartCall) -> Routes:
         """Find the routes, and make sure that the forward keeps nothing for later forwards. Raises: PenstockError."""
@@ -139,7 +179,7 @@ class Trials:
         trial = self._new_trial(frame, part_call)
         batch_tensors = tensors_in((part_call.inputs, dict(part_call.keywords)))
         batch_versions = list(map(version_of, batch_tensors))
-        python_state = _drawn_outside()
+        python_state, outside_state = _drawn_outside(), self._outside.state()
         buffers: dict[str, Any] = {}
         trial.at_first_point = lambda: buffers.update(frame.buffer_state())
         is_graded = torch.is_grad_enabled()
@@ -158,6 +198,13 @@ class Trials:
             raise PenstockError(
                 f"the forward changes the buffer {changed_buffers[0]!r} behind its first point, but the first layer "
                 "alone holds and saves it; let a submodule hold it, which is a point of the cut"
+            )
+        changed_outside = changed_names(outside_state, self._outside.state())
+        if changed_outside:
+            raise PenstockError(
+                f"the forward of {self.template.name} changes {changed_outside[0]} around its points, but each stage "
+                "runs it in its own number and order; let a submodule that is a point of the cut keep it as a saved "
+                "buffer, or make it anew in each forward"
             )
         if list(map(version_of, batch_tensors)) != batch_versions:
             raise PenstockError(

@@ -57,6 +57,11 @@ def forward_hooks(module: nn.Module) -> list[tuple[Any, bool]]:
     return [(hook, key in module._forward_hooks_with_kwargs) for key, hook in module._forward_hooks.items()]
 
 
+def hooks_around_forward(module: nn.Module) -> list[Any]:
+    """Return the hooks that a call of a module runs before and behind its forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def remove_forward_hooks(module: nn.Module, is_removed: Callable[[Any], bool]) -> None:
     """Remove some forward hooks of a module."""
     for key in [key for key, hook in module._forward_hooks.items() if is_removed(hook)]:

@@ -1,0 +1,3 @@
+"""A variable of a file, for tests of what forwards change in other files."""
+
+calls = 0
