@@ -60,6 +60,7 @@ def by_hand(style, messages, path):
     return [id for ids, _ in pieces for id in ids], [mark for ids, mark in pieces for _ in ids]
 
 
+@pytest.mark.feature("X57")
 @pytest.mark.parametrize("kind", ["tagged", "plain"])
 @pytest.mark.parametrize("messages", [SHORT, LONG, said("a", "b", "c")], ids=["one turn", "three turns", "unanswered"])
 @pytest.mark.parametrize("name", STYLES)
