@@ -5,8 +5,10 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+import pytest
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
 
 TOKENS = [
     *("<s>", "</s>", "[INST]", "[/INST]"),
@@ -112,10 +114,11 @@ def with_system(content, messages):
 @cache
 def trained_tokenizer():
     """Return a byte-level tokenizer that has the tokens of all styles."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=TOKENS, initial_alphabet=byte_level.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(["what is it, and what is that? it is this, and that is it. user assistant"], trainer)
     return tokenizer
@@ -123,7 +126,7 @@ def trained_tokenizer():
 
 def save_chat_tokenizer(folder, template=None, bos=None):
     """Write such a tokenizer with a template; return the path of its file."""
-    saved = PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), bos_token=bos, eos_token="</s>")
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), bos_token=bos, eos_token="</s>")
     saved.chat_template = template
     saved.save_pretrained(folder)
     return str(folder / "tokenizer.json")

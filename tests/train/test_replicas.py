@@ -162,7 +162,6 @@ def documents(inputs):
 
 def chats(inputs):
     """Whole conversations, of which the answers are learned; most sequences have several, and padding."""
-    pytest.importorskip("transformers")
     from tests.support.chats import CHATML, said, save_chat_tokenizer, write_chats
 
     talks = [said(*[f"{number} " + "and this " * (number % 7)] * (2 + 2 * (number % 2))) for number in range(150)]

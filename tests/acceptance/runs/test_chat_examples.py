@@ -41,10 +41,13 @@ def test_no_file_has_more_than_60_lines():
 @pytest.mark.feature("X57")
 @pytest.mark.slow
 def test_fifty_steps_on_two_ranks_are_those_of_one_process_and_make_a_folder(folder):
+    run_file = str(EXAMPLES / "sft" / "run.toml")
     for name, ranks in (("two", 2), ("one", 1)):
-        run([*PENSTOCK, "train", str(EXAMPLES / "sft" / "run.toml"), *settings(f"run.folder={name}", f"pipeline.ranks={ranks}")], folder)
+        given = settings(f"run.folder={name}", f"pipeline.ranks={ranks}")
+        run([*PENSTOCK, "train", run_file, *given], folder)
 
-    two, one = ([row["loss"] for row in read_metrics(folder / name / "metrics.jsonl")] for name in ("two", "one"))
+    rows = [read_metrics(folder / name / "metrics.jsonl") for name in ("two", "one")]
+    two, one = ([row["loss"] for row in rows_of_run] for rows_of_run in rows)
     assert len(two) == 50
     assert two[-1] == pytest.approx(one[-1], abs=1e-6)
     assert two[-1] < two[0] / 4

@@ -1,8 +1,9 @@
-"""Runs on chats: the losses and weights of a plain loop over single conversations, and what is refused before a step."""
+"""Runs on chats: losses and weights of a plain loop over single conversations, and what is refused before a step."""
 
 import io
 import json
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,13 +15,12 @@ from penstock.train.data.dataset import open_dataset, whole_text
 from penstock.train.loop import train
 from penstock.train.settings.config import config_from_table
 from penstock.train.watching.metrics import read_metrics
-from tests.train.settings.tables import merged
-
-transformers = pytest.importorskip("transformers")
-
 from tests.hugging_face.tiny_models import config_of as model_config
 from tests.support.chats import CHATML, MISTRAL, said, save_chat_tokenizer, write_chats
 from tests.support.tiny_run import fork_training
+from tests.train.settings.tables import merged
+
+transformers = pytest.importorskip("transformers")
 
 TALKS = [said(*[f"{number} " + "what is that? " * (number % 5)] * (2 + 2 * (number % 2))) for number in range(80)]
 NUM_STEPS = 4
@@ -77,7 +77,7 @@ def conversations_of(batch):
     """Return the conversations of a batch of packed rows, each as its inputs and its target."""
     for inputs, target, positions in zip(batch.args[0], batch.target, batch.kwargs["position_ids"], strict=True):
         begins = [*(positions == 0).nonzero().flatten().tolist(), len(inputs)]
-        yield from ((inputs[begin:end], target[begin:end]) for begin, end in zip(begins, begins[1:], strict=False))
+        yield from ((inputs[begin:end], target[begin:end]) for begin, end in pairwise(begins))
 
 
 def plain_losses(table, folder):
@@ -226,7 +226,7 @@ def test_a_model_whose_conversations_would_see_each_other_is_refused(table, tmp_
 
     refusal = refusal_of(table(is_llama=True))
 
-    assert "'whole' promises that no token sees another document, but in GptOssForCausalLM (model) it does" in str(refusal)
+    assert "'whole' promises that no token sees another document, but in GptOssForCausalLM (model) it" in str(refusal)
     assert str(refusal).endswith("Use 'none', one document in a sequence")
 
 
@@ -237,7 +237,8 @@ def test_a_run_is_evaluated_on_other_conversations(table, tmp_path, capsys):
     assert main(["evaluate", "run", "--data", "other.jsonl", "--to", "json"]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    config = config_from_table(table(data={"files": ["other.jsonl"], "held_out_fraction": 0.0}, batch={"size": 2}, run={"evaluate_batches": 0}))
+    data = {"files": ["other.jsonl"], "held_out_fraction": 0.0}
+    config = config_from_table(table(data=data, batch={"size": 2}, run={"evaluate_batches": 0}))
     dataset = open_dataset(config, tmp_path / "tokens")
     answers = sum(int((target >= 0).sum()) for batch in whole_text(dataset)[0] for target in batch.target)
     assert found["num_tokens"] == answers > 0

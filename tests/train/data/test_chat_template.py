@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.train.data.chat_template import chat_tokenizer, require_chat_template
 from penstock.train.data.learned import ids_of, is_learned
 from penstock.train.settings.config import config_from_table
-from tests.train.tiny_runs import tiny_table
-
-pytest.importorskip("transformers")
-
-from penstock.train.data.chat_template import chat_tokenizer, require_chat_template
 from tests.support.chats import (
     ALTERNATE,
     CHATML,
@@ -20,10 +16,14 @@ from tests.support.chats import (
     LLAMA_3,
     MISTRAL,
     STYLES,
+    TOKENS,
     said,
     save_chat_tokenizer,
     with_system,
 )
+from tests.train.tiny_runs import tiny_table
+
+transformers = pytest.importorskip("transformers")
 
 SHORT = said("what is it?", "it is this.")
 LONG = said("what is that?", "that, and this", "and it?", "é 🙂 \\o/ 🙂", "<b>?</b>", "")
@@ -99,6 +99,35 @@ def test_line_ends_behind_a_turn_that_no_token_ends_are_learned_for_they_end_it(
     ids, mask = encoded(found, said("a", "b"))
 
     assert found.decode([id for id, mark in zip(ids, mask, strict=True) if mark]) == " b\n\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "learned"),
+    [
+        ("llama-3", ["i", "t", "▁is", "▁it", "<|eot_id|>", "y", "e", "s", "<|eot_id|>"]),
+        ("mistral", ["▁it", "▁is", "▁it", "</s>", "▁", "y", "e", "s", "</s>"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tagged", "plain"])
+def test_a_tokenizer_that_joins_a_space_with_the_word_behind_it_learns_both(tmp_path, name, learned, kind):
+    tokenizers, style = pytest.importorskip("tokenizers"), STYLES[name]
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    alphabet = [chr(code) for code in range(33, 127)] + ["\n"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    words.train_from_iterator(["what is it? it is it."], trainer)
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token=style.bos, eos_token="</s>")
+    saved.chat_template = getattr(style, kind)()
+    saved.save_pretrained(tmp_path)
+
+    ids, mask = encoded(
+        chat_tokenizer(config_of(str(tmp_path / "tokenizer.json")), "assistant"), said("is it?", "it is it", "?", "yes")
+    )
+
+    found = saved.convert_ids_to_tokens([id for id, mark in zip(ids, mask, strict=True) if mark])
+    assert found == learned
 
 
 THINKS = (
