@@ -1,6 +1,7 @@
 """Chat templates: ids and masks against texts that are put together by hand, and what is refused."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -239,6 +240,15 @@ def test_no_template_a_damaged_one_and_one_that_cannot_be_read_are_named(tmp_pat
         with pytest.raises(ConfigError, match=problem) as caught:
             require_chat_template(config_of(path, chat_template=template))
         assert caught.value.key == "data.chat_template"
+
+
+def test_without_transformers_the_way_out_is_named(tmp_path, monkeypatch):
+    path = save_chat_tokenizer(tmp_path / "model", CHATML.plain())
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    with pytest.raises(ConfigError, match=r"data\.corpus: needs the transformers package .*pip install") as caught:
+        require_chat_template(config_of(path))
+    assert caught.value.key == "data.corpus"
 
 
 def test_other_runs_need_no_template():

@@ -28,6 +28,7 @@ from penstock.train.data.corpus import FILES_KEY
 from penstock.train.data.learned import marked
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 from penstock.train.settings.config import RunConfig
+from penstock.train.settings.optional_packages import CHAT_TEMPLATES
 
 TEMPLATE_KEY = "data.chat_template"
 TAG = "{% generation %}"
@@ -166,15 +167,14 @@ class ChatEncoder:
 
 def _load(config: RunConfig) -> Any:
     """Return the tokenizer of transformers with the chat template of a run. Raises: ConfigError."""
-    from transformers import PreTrainedTokenizerFast
-
+    tokenizer_class = CHAT_TEMPLATES.load().PreTrainedTokenizerFast
     path, template_file = Path(config.data.tokenizer), config.data.chat_template
     try:
         # The files beside tokenizer.json have the template, and the names of tokens that it writes.
         if path.name == "tokenizer.json" and path.with_name("tokenizer_config.json").is_file():
-            tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(path.parent)
+            tokenizer = tokenizer_class.from_pretrained(path.parent)
         else:
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
+            tokenizer = tokenizer_class(tokenizer_file=str(path))
     except Exception as error:  # of transformers and of tokenizers, of any type
         raise ConfigError(f"{path}: transformers cannot read it: {error}", key="data.tokenizer") from error
     if template_file:

@@ -6,8 +6,8 @@ A `Mixture` says from which source a sequence is, `permuted` shuffles the sequen
                          └─────┴─────┴─────┴          neighbours share a token: the last target, the first input
     none        tokens:  a b c 0 d e 0 f g h i 0      a document each, as much of it as batch.length takes
                          └─────┘ └───┘ └─────┘
-    whole       tokens:  a b c 0 d e 0 f g h i 0      documents that fill batch.length together, each as a whole
-                         └─────┘1└───┘1└───────┘2     (1 and 2 are sequences, of 6 and 4 inputs)
+    whole       tokens:  a b c 0 d e 0 f g h i 0      whole documents, those in a sequence that fill it best
+                         └──1──┘ └─1─┘ └───2───┘      (1 and 2 are sequences)
 
 The end of the tokens is held out. The rest is shuffled anew in every epoch.
 """
