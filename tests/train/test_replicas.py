@@ -160,6 +160,20 @@ def documents(inputs):
     return {"data": data, "batch": {"accumulate": 2}}
 
 
+def chats(inputs):
+    """Whole conversations, of which the answers are learned; most sequences have several, and padding."""
+    from tests.support.chats import CHATML, said, save_chat_tokenizer, write_chats
+
+    talks = [said(*[f"{number} " + "and this " * (number % 7)] * (2 + 2 * (number % 2))) for number in range(150)]
+    data = {
+        "corpus": "chats",
+        "files": [write_chats(inputs / "chats.jsonl", talks)],
+        "tokenizer": save_chat_tokenizer(inputs / "chats", CHATML.plain()),
+        "held_out_fraction": 0.3,
+    }
+    return {"data": data, "batch": {"accumulate": 2, "length": 96}}
+
+
 def stateful(inputs):
     """Data of the user's own, whose rows do not weigh alike."""
     return {"data": {"files": [], "source": f"{inputs}/mine.py:Stateful"}, "batch": {"accumulate": 2, "length": 8}}
@@ -187,6 +201,8 @@ MESHES = {
     "ragged": (2, 2, text, {"batch": {"size": 9, "allow_ragged": True}}),
     "ramped": (2, 2, text, {"batch": {"accumulate": 3, "ramp_from": 1, "ramp_steps": 3}}),
     "documents": (2, 2, documents, {}),
+    "chats": (2, 2, chats, {}),
+    "chats in slices": (2, 2, chats, {"pipeline": {"schedule": "seq1f1b", "slices": 4}}),
     "data of the user's own": (2, 2, stateful, {}),
     "dropout": (2, 2, dropping, {}),
     "replicas alone": (1, 2, text, {}),
@@ -253,11 +269,12 @@ def test_the_page_shows_the_example_as_it_is():
     ("data", "parts"),
     [
         (text, [(2, 2, "none", 2), (1, 4, "none", 2), (1, 1, "none", None)]),
+        (chats, [(2, 2, "none", 2), (1, 4, "full", 2), (1, 1, "none", None)]),
         (stateful, [(2, 2, "none", 2), (1, 4, "none", 2), (1, 1, "none", None)]),
         (stateful, [(2, 2, "full", 2), (1, 4, "optimizer", 1), (2, 2, "none", 1), (1, 1, "full", None)]),
         (stateful, [(1, 1, "none", 3), (2, 2, "none", None)]),
     ],
-    ids=["text", "data of the user's own", "other shards", "one process first"],
+    ids=["text", "chats", "data of the user's own", "other shards", "one process first"],
 )
 def test_a_run_continues_with_other_replicas(inputs, tmp_path, alone, run, data, parts):
     at = 0

@@ -21,7 +21,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="a text file, or a folder of such, to evaluate on as a whole (default: what the run held out, "
+        help="a text file, or a folder of such, to evaluate on as a whole; chats for a run on chats (default: what the "
+        "run held out, "
         "run.evaluate_batches batches of it)",
     )
     parser.add_argument(
@@ -45,7 +46,7 @@ def run_command(arguments: Namespace) -> int:
     command += [] if arguments.data is None else [f"--data={arguments.data}"]
     command += [] if arguments.checkpoint is None else [f"--checkpoint={arguments.checkpoint}"]
     if launcher_of(os.environ) is None:  # a rank that Penstock's launcher started gets these settings by its command
-        arguments.set = [*arguments.set, *_settings(arguments, path.parent)]
+        arguments.set = [*arguments.set, *_settings(arguments, path.parent, load_config(path, arguments.set).data)]
     arguments.run_file = str(path)
     require_named_code(load_config(path, arguments.set), arguments.functions)
     is_quiet = arguments.format == "json"
@@ -53,8 +54,8 @@ def run_command(arguments: Namespace) -> int:
     return run_on_ranks(arguments, command, partial(_evaluate, arguments), nullcontext, is_quiet=is_quiet)
 
 
-def _settings(arguments: Namespace, folder: Path) -> list[str]:
-    """Return the settings of an evaluation that differ from the run's, as KEY=VALUE."""
+def _settings(arguments: Namespace, folder: Path, data: Any) -> list[str]:
+    """Return the settings of an evaluation that differ from the run's, as KEY=VALUE; `data` are those of the run."""
     import tomlkit
 
     from penstock.train.run_evaluation import checkpoint_of
@@ -67,7 +68,9 @@ def _settings(arguments: Namespace, folder: Path) -> list[str]:
     settings = [f"run.folder={quoted(folder)}", f"checkpoint.load={quoted(weights)}", "parallel.data=1"]
     if arguments.data is None:
         return settings
-    whole_text = ["data.corpus=files", "data.column=text", "data.sources=[]", 'data.source=""']
+    whole_text = ["data.sources=[]", 'data.source=""']
+    if not (data.has_chats and not data.sources):  # chats are read as those of the run
+        whole_text += ["data.corpus=files", "data.column=text", "data.learn=all", 'data.chat_template=""']
     no_held_out = ["data.held_out_fraction=0", "run.evaluate_batches=0", "run.evaluate_every=0", "run.patience=0"]
     return [*settings, f"data.files=[{quoted(arguments.data)}]", *whole_text, *no_held_out]
 

@@ -47,6 +47,7 @@ def _train(arguments: Namespace, stop: Any, config: Any) -> None:
 def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
     """Hold the run's folder while its ranks run, and tidy it up after them."""
     from penstock.train.claim import claimed
+    from penstock.train.data.chat_template import require_chat_template
     from penstock.train.data.tokenizer import tokenizer_of
     from penstock.train.folder.run_folder import RunFolder, run_path
     from penstock.train.settings.optional_packages import require_packages
@@ -54,6 +55,7 @@ def _hold_folder(arguments: Namespace, config: Any) -> Iterator[Any]:
 
     require_packages(config)
     tokenizer_of(config)
+    require_chat_template(config)
     config = with_digests(config)
     with claimed(config, _start_of(arguments)) as (config, note):
         folder = RunFolder(run_path(config.run.folder))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from penstock.errors import ConfigError
 from penstock.execute.undocumented import EXPENSIVE
 from penstock.models import LayerSpec
-from penstock.train.settings.sections import Kept
+from penstock.train.settings.section import Kept
 
 KEY = "pipeline.activation_checkpointing"
 

@@ -1,4 +1,4 @@
-"""Whether a model of transformers keeps packed documents apart, as `data.packing = "documents"` promises.
+"""Whether a model of transformers keeps packed documents apart, as `data.packing = "documents"` and `"whole"` promise.
 
     positions      0 1 2 3 4 0 1 2 3 4      a row of two documents
     tokens         a b c d e p q r s t      of the first evaluation
@@ -39,7 +39,7 @@ def require_separate_documents(config: RunConfig, pipeline: Pipeline, vocabulary
     """
     length = min(config.batch.length, MAX_LENGTH)
     length -= length % pipeline.schedule.num_slices
-    if config.data.packing != "documents" or not config.model.transformers or length < 2:
+    if not config.data.packs.separates or not config.model.transformers or length < 2:
         return
     second = length // 2
     generator = torch.Generator().manual_seed(config.run.seed)
@@ -54,7 +54,7 @@ def require_separate_documents(config: RunConfig, pipeline: Pipeline, vocabulary
             return
         share = _largest_change(logits[:, second:], other_logits[:, second:])
         if share > ROUNDING * torch.finfo(_coarsest(logits, pipeline, Precision(config.precision))).eps:
-            raise _leaks(config.model.transformers, share)
+            raise _leaks(config, share)
 
     pipeline.control.together(compare, same_words)
 
@@ -81,12 +81,14 @@ def _coarsest(logits: Tensor, pipeline: Pipeline, precision: Precision) -> torch
     return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _leaks(folder: str, share: float) -> ConfigError:
+def _leaks(config: RunConfig, share: float) -> ConfigError:
+    folder = config.model.transformers
     settings = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     name = next(iter(settings.get("architectures") or [settings.get("model_type")]))
+    other = "" if config.data.has_chats else ", or 'windows', where documents may see each other"
     return ConfigError(
-        f"'documents' promises that no token sees another document, but in {name} ({folder}) it does: logits change by "
-        f"{100 * share:.2g} % of the largest one with the tokens of the document before. Use 'none', one document in a "
-        "sequence, or 'windows', where documents may see each other",
+        f"{config.data.packing!r} promises that no token sees another document, but in {name} ({folder}) it does: "
+        f"logits change by {100 * share:.2g} % of the largest one with the tokens of the document before. Use 'none', "
+        f"one document in a sequence{other}",
         key="data.packing",
     )

@@ -15,6 +15,7 @@ from penstock.execute.control.collectives import Control
 from penstock.execute.transport.world import default_transport
 from penstock.pipeline import Pipeline
 from penstock.train.claim import Start, claimed_together, joined
+from penstock.train.data.chat_template import require_chat_template
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.data.user_data import Dataset
 from penstock.train.document_leaks import require_separate_documents
@@ -67,7 +68,7 @@ def train(
             if transport.rank:
                 output = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             config = with_digests(config)
-            check_together(config, transport, require_packages, tokenizer_of)
+            check_together(config, transport, require_packages, tokenizer_of, require_chat_template)
             if not is_claimed:
                 config = stack.enter_context(claimed_together(config, transport, start, output))
             folder = RunFolder(Path(config.run.folder))

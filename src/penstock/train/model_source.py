@@ -41,7 +41,7 @@ def build_layers(config: RunConfig, vocabulary: int) -> list[LayerSpec]:
     else:
         sizes = {"vocabulary": vocabulary, "length": config.max_length}
         model = config.model.model_copy(update=sizes)
-        layers = decoder_layers(model, seed=config.run.seed, takes_positions=config.data.packing == "documents")
+        layers = decoder_layers(model, seed=config.run.seed, takes_positions=config.data.packs.separates)
     return Precision(config.precision).cast(layers)
 
 

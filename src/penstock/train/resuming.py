@@ -121,7 +121,7 @@ class RunCheckpoints:
         step, extra = loaded.manifest.step, loaded.manifest.extra
         if extra.get("data") != self._data.digest:
             raise CheckpointError(
-                f"{loaded.path}: was trained on another text, or with another tokenizer: the files of "
+                f"{loaded.path}: was trained on another text, or with another tokenizer or chat template: the files of "
                 "data.files, data.tokenizer or data.source have changed. Put them back, or begin in the next folder "
                 "with --fresh"
             )

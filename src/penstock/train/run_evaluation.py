@@ -17,6 +17,7 @@ from penstock.errors import CheckpointError, ConfigError, NotFinite, PenstockWar
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.world import default_transport
 from penstock.train.data.batches import Batch, Wants
+from penstock.train.data.chat_template import require_chat_template
 from penstock.train.data.dataset import TokenDataset, whole_text
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.data.user_data import Dataset
@@ -76,7 +77,7 @@ def evaluate_run(config: RunConfig, output: TextIO, *, is_whole: bool) -> Evalua
     """
     folder = RunFolder(run_path(config.run.folder))
     with closing(default_transport(None, PREPARING_DEADLINE_S)) as transport:
-        check_together(config, transport, tokenizer_of)
+        check_together(config, transport, tokenizer_of, require_chat_template)
         dataset = prepare_together(config, folder, transport, output, may_be_small=is_whole)
         if not is_whole:
             Control(transport).on_rank_0(lambda: _require_same_text(dataset, folder), same_words)

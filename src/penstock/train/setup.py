@@ -24,7 +24,7 @@ from penstock.schedules import FAMILIES, is_family_name
 from penstock.simulation import Costs, LayerCosts
 from penstock.simulation.costs.file import read_costs
 from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
-from penstock.train.data.dataset import open_dataset
+from penstock.train.data.dataset import left_out_notes, open_dataset
 from penstock.train.data.tokenizer import tokenizer_digest, tokenizer_of
 from penstock.train.data.user_data import Dataset, UserDataset
 from penstock.train.devices import device_of_rank
@@ -115,6 +115,8 @@ def _open_dataset(config: RunConfig, folder: RunFolder, output: TextIO, may_be_s
             dataset = open_dataset(
                 config, folder.tokens, other_caches=other_caches, tell=tell, may_be_small=may_be_small
             )
+            for note in left_out_notes(dataset):
+                write_line(output, note)
         if config.run.evaluate_batches and not dataset.held_out_batches(1):
             write_line(output, f"note: nothing is evaluated, since {config.data.source} takes no parameter `split`")
     return dataset
@@ -284,8 +286,8 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
     weights = None if rule.split is not None else rule.weights or [layer.weight for layer in layers]
     stages = split_over(schedule.placement, len(layers), split=rule.split, weights=weights)
     kinds = kinds_of_layers(config.pipeline.activation_checkpointing, stages)
-    # With one document per sequence, batches differ in their numbers of targets, so their shares in a step differ.
-    is_uneven = config.data.packing == "none"
+    # With whole documents, batches differ in their numbers of targets, so their shares in a step differ.
+    is_uneven = config.data.packs.pads
     counts_targets = is_uneven or config.data.source
     # A scaler can change the share from batch to batch; a constant factor will do where all shares are equal.
     needs_scaler = precision.scales_losses or not batch_plan.is_constant or (is_uneven and batch_plan.full > 1)

@@ -7,7 +7,8 @@ import torch
 from penstock.errors import ConfigError
 from penstock.train.data import sequences
 from penstock.train.data.batches import Wants
-from penstock.train.data.dataset import BatchOptions, TokenDataset, open_dataset
+from penstock.train.data.dataset import BatchOptions, TokenDataset, left_out_notes, open_dataset
+from penstock.train.data.learned import marked
 from penstock.train.data.sequences import Source
 from penstock.train.settings.config import config_from_table
 from tests.train.settings.tables import merged
@@ -257,7 +258,7 @@ ENDS = np.array([3, 4, 40, 45, 60])
 
 
 def test_documents_are_cut_or_padded_and_what_pads_is_no_target():
-    source = source_of(COUNTING[:60], held_out_fraction=0.0, document_ends=ENDS, by_document=True)
+    source = source_of(COUNTING[:60], held_out_fraction=0.0, document_ends=ENDS, packing="none")
     dataset = TokenDataset([source], BatchOptions(4, 10, packing="none"))
 
     tokens, target = pair(dataset.batch(0))
@@ -275,20 +276,82 @@ def test_documents_are_cut_or_padded_and_what_pads_is_no_target():
 
 
 def test_documents_are_in_one_part_only():
-    source = source_of(COUNTING[:60], held_out_fraction=0.4, document_ends=ENDS, by_document=True)  # from token 36 on
+    source = source_of(COUNTING[:60], held_out_fraction=0.4, document_ends=ENDS, packing="none")  # from token 36 on
 
-    assert [source.train[index] for index in range(len(source.train))] == [(0, 3), (4, 15)]
-    assert [source.held_out[index] for index in range(len(source.held_out))] == [(40, 45), (45, 56)]
+    assert [source.train[index] for index in range(len(source.train))] == [((0, 3),), ((4, 15),)]
+    assert [source.held_out[index] for index in range(len(source.held_out))] == [((40, 45),), ((45, 56),)]
 
 
 def test_positions_begin_anew_with_each_document_and_with_the_sequence():
     source = source_of(COUNTING[:60], document_ends=ENDS)
 
-    assert source.positions((0, 11)).tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5]
-    assert source.positions((20, 31)).tolist() == list(range(10))
-    assert source.positions((30, 41)).tolist() == list(range(10))
-    assert source.positions((38, 49)).tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
-    assert source.positions((49, 60)).tolist() == list(range(10))
+    assert source.positions(((0, 11),), 10).tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5]
+    assert source.positions(((20, 31),), 10).tolist() == list(range(10))
+    assert source.positions(((30, 41),), 10).tolist() == list(range(10))
+    assert source.positions(((38, 49),), 10).tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
+    assert source.positions(((49, 60),), 10).tolist() == list(range(10))
+
+
+def test_whole_documents_are_packed_apart_and_none_is_cut():
+    source = source_of(COUNTING[:60], held_out_fraction=0.0, document_ends=ENDS, packing="whole")
+    dataset = TokenDataset([source], BatchOptions(1, 10, packing="whole"))
+
+    batch = dataset.batch(0)
+
+    # The documents of tokens 4 to 39 and 45 to 59 are longer than a sequence; that of one token predicts nothing.
+    assert batch.args[0].tolist() == [[0, 1, 40, 41, 42, 43, 44, 0, 0, 0]]
+    assert batch.target.tolist() == [[1, 2, 41, 42, 43, 44, *[-100] * 4]]
+    assert batch.kwargs["positions"].tolist() == [[0, 1, *range(8)]]
+    assert dataset.num_targets(0) == 6
+    assert left_out_notes(dataset) == [
+        "note: 2 of 5 documents of the corpus are left out, for they are longer than batch.length = 10 tokens"
+    ]
+
+
+LEARNED = np.isin(COUNTING, [2, 41, 42, 45])
+
+
+@pytest.mark.parametrize(
+    ("packing", "targets", "note"),
+    [
+        ("none", [[2], [41, 42]], "for their first batch.length = 10 tokens have no target"),
+        ("whole", [[2, 41, 42]], "for they are longer than batch.length = 10 tokens"),
+    ],
+)
+def test_only_learned_tokens_are_targets_and_documents_without_any_are_left_out(packing, targets, note):
+    tokens = marked(COUNTING, LEARNED)[:60]
+    source = source_of(tokens, held_out_fraction=0.0, document_ends=ENDS, packing=packing, has_marks=True)
+    dataset = TokenDataset([source], BatchOptions(len(targets), 10, packing=packing))
+
+    target = dataset.batch(0).target
+
+    assert sorted(row[row >= 0].tolist() for row in target) == targets
+    assert dataset.num_targets(0) == 3
+    # The first token of a document, 45, is no target; and that of 4 to 39 has none.
+    assert left_out_notes(dataset) == [f"note: 2 of 5 documents of the corpus are left out, {note}"]
+
+
+def test_batches_share_in_a_step_by_their_targets():
+    tokens = marked(COUNTING, COUNTING % 3 > 0)
+    ends = np.cumsum([3, 8, 4, 11, 5, 7, 9, 2, 6, 10] * 15)[:150]
+    source = source_of(tokens[: ends[-1]], document_ends=ends, packing="whole", has_marks=True)
+    dataset = TokenDataset([source], BatchOptions(4, 10, packing="whole"))
+
+    counts = [int((dataset.batch(number).target >= 0).sum()) for number in range(5, 8)]
+
+    assert [dataset.num_targets(number) for number in range(5, 8)] == counts
+    assert dataset.shares(5, 3) == [count / sum(counts) for count in counts]
+    assert len(set(counts)) > 1
+    assert dataset.held_out_weights(2) == [float((batch.target >= 0).sum()) for batch in dataset.held_out_batches(2)]
+
+
+def test_text_of_which_every_document_is_left_out_is_refused():
+    source = source_of(COUNTING[:60], document_ends=np.array([20, 60]), packing="whole")
+
+    with pytest.raises(
+        ConfigError, match=r"has only documents that are left out, for they are longer than batch\.length"
+    ):
+        TokenDataset([source], BatchOptions(4, 10, packing="whole"))
 
 
 def test_a_configuration_opens_several_sources(tmp_path):

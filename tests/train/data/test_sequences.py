@@ -19,7 +19,7 @@ def test_neighbouring_windows_share_a_token(num_tokens, num_windows):
     windows = Windows(5, 5 + num_tokens, 10)
 
     assert [windows[index] for index in range(len(windows))] == [
-        (5 + 10 * at, 16 + 10 * at) for at in range(num_windows)
+        ((5 + 10 * at, 16 + 10 * at),) for at in range(num_windows)
     ]
 
 
@@ -33,7 +33,7 @@ def test_every_place_is_taken_once_and_an_index_outside_is_refused(size, seed):
 
 def test_sources_and_seeds_have_orders_and_patterns_of_their_own():
     sources = [Source(TOKENS, length=10, seed=3, number=number) for number in range(3)]
-    orders = [[source.train_span(at) for at in range(100)] for source in sources]
+    orders = [[source.train_row(at) for at in range(100)] for source in sources]
     mixtures = [Mixture([2.0, 1.0, 1.0], seed=seed) for seed in range(8)]
 
     assert len(set(map(tuple, orders))) == 3

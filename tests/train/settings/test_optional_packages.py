@@ -14,13 +14,14 @@ from penstock.train.settings.optional_packages import (
 from tests.support.tiny_run import PENSTOCK, fork, settings
 from tests.train.settings.tables import config_with, merged
 
-# The settings that ask for each package.
+# The settings that ask for each package, in the order of the packages.
 ASKED = {
     "tensorboard": {"metrics": {"tensorboard": True}},
     "wandb": {"metrics": {"wandb": "offline"}},
     "tokenizers": {"data": {"corpus": "stdlib", "tokenizer": "words.json"}},
     "transformers": {"model": {"transformers": "llama"}},
     "datasets": {"data": {"corpus": "datasets", "files": ["saved"]}},
+    "chats": {"data": {"corpus": "chats", "files": ["a.jsonl"], "tokenizer": "words.json"}},
 }
 
 
@@ -30,16 +31,15 @@ def blocked(monkeypatch):
         monkeypatch.setitem(sys.modules, package.module, None)
 
 
-@pytest.mark.parametrize("package", OPTIONAL_PACKAGES, ids=lambda package: package.name)
-def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, blocked):
-    assert {each.name for each in OPTIONAL_PACKAGES} == set(ASKED)
+@pytest.mark.parametrize(("package", "asked"), list(zip(OPTIONAL_PACKAGES, ASKED.values(), strict=True)), ids=ASKED)
+def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, asked, blocked):
     require_packages(config_with())
 
     with pytest.raises(ConfigError) as caught:
-        require_packages(config_with(**ASKED[package.name]))
+        require_packages(config_with(**asked))
 
-    assert caught.value.key == package.key
     message = str(caught.value)
+    assert package.key in message
     assert f"needs the {package.name} package" in message
     assert f"pip install '.[{package.extra}]' in Penstock's clone, or {package.alternative}" in message
 

@@ -63,7 +63,7 @@ class TextFiles:
                     begin += len(piece)
                     file.seek(begin)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         _require_utf8(decoder, b"", path, begin)
 
 
@@ -128,7 +128,7 @@ def _cut(content: bytes) -> bytes:
 
 def _walk(folder: Path, suffixes: Sequence[str], *, without: frozenset[str] = frozenset()) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error) from error
+        raise unreadable(Path(error.filename), error) from error
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
@@ -143,12 +143,12 @@ def _inspect(path: Path) -> Document:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is neither a file nor a folder; name a file of text", key=FILES_KEY)
     return Document(path, status.st_size, status.st_mtime_ns)
 
 
-def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
+def unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
     reason = getattr(error, "strerror", None) or str(error)
     return ConfigError(f"{path}: cannot be read: {reason}. Check the name and the permissions", key=FILES_KEY)

@@ -19,15 +19,19 @@ import torch
 from penstock.errors import ConfigError
 from penstock.models.decoder import IGNORED_TARGET
 from penstock.train.data.batches import Batch, Wants
+from penstock.train.data.chat_files import ASSISTANT, ChatFiles
+from penstock.train.data.chat_template import chat_tokenizer
 from penstock.train.data.corpus import FILES_KEY, TextFiles, find_documents, find_standard_library
 from penstock.train.data.saved_dataset import SavedDataset, id_tokenizer
-from penstock.train.data.sequences import Mixture, Source, Span, Spans
+from penstock.train.data.sequences import Mixture, Row, Source
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 from penstock.train.data.tokens import Corpus, Tell, TokenFile, tokenize
 from penstock.train.settings.config import RunConfig
-from penstock.train.settings.sections import SourceKeys
+from penstock.train.settings.data_section import CHATS, PACKINGS, SourceKeys
 
 EVERYTHING = Wants()
+SourceRow = tuple[Source, Row]
+"""A sequence: where its tokens are, and which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +73,13 @@ class TokenDataset:
         self.vocabulary = vocabulary
         self.digest = digest
         self.batch_size = options.batch_size
-        self._options = options
+        self.options = options
+        self._packs = PACKINGS[options.packing]
         self._mixture = Mixture(weights, seed=options.seed)
         # Refuse text that is too short: for a sequence of one source, or for a batch of all sources.
         for number, source in enumerate(self.sources):
             if not len(source.train):
-                raise ConfigError(
-                    f"{self._source_name(number)} has {source.num_train_tokens} tokens to train on, but one "
-                    f"sequence of batch.length = {options.length} needs {options.length + 1}; name more text, or lower "
-                    "batch.length",
-                    key=FILES_KEY,
-                )
+                raise ConfigError(f"{self.source_name(number)} {_shortage(source, options)}", key=FILES_KEY)
         if self.num_sequences < options.batch_size:
             raise ConfigError(
                 f"the corpus has {self.num_sequences} sequences to train on, fewer than batch.size = "
@@ -101,17 +101,17 @@ class TokenDataset:
     @property
     def has_even_batches(self) -> bool:
         """Whether all batches have as many targets."""
-        return self._options.packing != "none"
+        return not self._packs.pads
 
     def batch(self, number: int, wants: Wants = EVERYTHING) -> Batch:
         """Return a batch, counted from 0; any one, in any order, is found in the same time."""
-        return self.gather(_replica_rows(self._spans(number), wants), wants)
+        return self.gather(_replica_rows(self._rows(number), wants), wants)
 
     def num_targets(self, number: int) -> int:
-        """Return how many tokens the loss of a batch is the mean of; no token is read for it."""
+        """Return how many tokens the loss of a batch is the mean of; only marked tokens are read for it."""
         if self.has_even_batches:
-            return self.batch_size * self._options.length
-        return _num_targets(self._spans(number))
+            return self.batch_size * self.options.length
+        return _num_targets(self._rows(number))
 
     def shares(self, first: int, count: int) -> list[float] | None:
         """Return the part of each batch in the mean over the tokens of some batches; None where these are equal."""
@@ -128,24 +128,23 @@ class TokenDataset:
         Raises:
             ConfigError: the held-out sequences do not fill one batch, or a source has none.
         """
-        return [self.gather(_replica_rows(spans, wants), wants) for spans in self._held_out_spans(num_batches)]
+        return [self.gather(_replica_rows(rows, wants), wants) for rows in self._held_out_rows(num_batches)]
 
     def held_out_weights(self, num_batches: int) -> list[float] | None:
         """Return how many targets each of these batches has; None where they have equally many."""
         if self.has_even_batches:
             return None
-        return [float(_num_targets(spans)) for spans in self._held_out_spans(num_batches)]
+        return [float(_num_targets(rows)) for rows in self._held_out_rows(num_batches)]
 
-    def _spans(self, number: int) -> list[tuple[Source, Span]]:
+    def _rows(self, number: int) -> list[SourceRow]:
         first = number * self.batch_size
         locations = map(self._mixture.locate, range(first, first + self.batch_size))
-        return [(self.sources[number], self.sources[number].train_span(sequence)) for number, sequence in locations]
+        return [(self.sources[number], self.sources[number].train_row(sequence)) for number, sequence in locations]
 
-    def _held_out_spans(self, num_batches: int) -> list[list[tuple[Source, Span]]]:
+    def _held_out_rows(self, num_batches: int) -> list[list[SourceRow]]:
         """Return the held-out sequences of at most `num_batches` batches, in shares of the sources by their weights.
 
-        A sequence is its source and the span of its tokens there. Those of a source are spread evenly over its held-out
-        part.
+        Those of a source are spread evenly over its held-out part.
 
         Raises:
             ConfigError: the held-out part does not fill a batch, or a source that is to give sequences has none.
@@ -155,7 +154,7 @@ class TokenDataset:
         num_wanted = min(num_batches, num_available // batch_size) * batch_size
         if not num_wanted:
             raise ConfigError(
-                f"the held-out part has {num_available} sequences of {self._options.length} tokens, fewer than "
+                f"the held-out part has {num_available} sequences of {self.options.length} tokens, fewer than "
                 f"batch.size = {batch_size}; name more text, or raise data.held_out_fraction",
                 key="data.held_out_fraction",
             )
@@ -163,46 +162,72 @@ class TokenDataset:
         for number, (source, count) in enumerate(zip(self.sources, counts, strict=True)):
             if count and not len(source.held_out):
                 raise ConfigError(
-                    f"the held-out part of {self._source_name(number)} is shorter than one sequence; name more "
+                    f"the held-out part of {self.source_name(number)} is shorter than one sequence; name more "
                     "text, or raise data.held_out_fraction",
                     key="data.held_out_fraction",
                 )
-        spans = []
+        rows = []
         for sequence in range(num_wanted):
             number, sequence_of_source = self._mixture.locate(sequence)
             source = self.sources[number]
             # Sequence k of the n from a source is the one at the share k / n of its held-out part.
-            spans.append((source, source.held_out[sequence_of_source * len(source.held_out) // counts[number]]))
-        return [spans[begin : begin + batch_size] for begin in range(0, num_wanted, batch_size)]
+            rows.append((source, source.held_out[sequence_of_source * len(source.held_out) // counts[number]]))
+        return [rows[begin : begin + batch_size] for begin in range(0, num_wanted, batch_size)]
 
-    def gather(self, spans: Sequence[tuple[Source, Span]], wants: Wants) -> Batch:
+    def gather(self, rows: Sequence[SourceRow], wants: Wants) -> Batch:
         """Read the tokens of these sequences, one per row, and return the parts of the batch that `wants` names."""
         keywords: dict[str, Any] = {}
-        if self._options.packing == "documents":
-            positions = np.stack([source.positions(span) for source, span in spans])
-            keywords[self._options.positions] = torch.from_numpy(positions)
+        length = self.options.length
+        if self._packs.separates:
+            positions = np.stack([source.positions(row, length) for source, row in rows])
+            keywords[self.options.positions] = torch.from_numpy(positions)
         if not (wants.inputs or wants.target):
             return Batch(**keywords)
-        length = self._options.length
-        tokens = np.zeros((len(spans), length + 1), dtype=np.int64)  # inputs and target overlap but for one token
-        counts = np.array([end - begin for _, (begin, end) in spans])
-        for row, (source, (begin, end)) in zip(tokens, spans, strict=True):
-            row[: end - begin] = source.tokens[begin:end]
-        inputs = (torch.from_numpy(tokens[:, :-1].copy()),) if wants.inputs else ()
-        target = tokens[:, 1:].copy()
-        target[np.arange(1, length + 1) >= counts[:, None]] = IGNORED_TARGET
-        return Batch(*inputs, target=torch.from_numpy(target) if wants.target else None, **keywords)
+        inputs = np.zeros((len(rows), length), dtype=np.int64)
+        target = np.full_like(inputs, IGNORED_TARGET)
+        for (source, row), row_inputs, row_target in zip(rows, inputs, target, strict=True):
+            source.read(row, row_inputs, row_target)
+        parts = (torch.from_numpy(inputs),) if wants.inputs else ()
+        return Batch(*parts, target=torch.from_numpy(target) if wants.target else None, **keywords)
 
-    def _source_name(self, number: int) -> str:
+    def source_name(self, number: int) -> str:
+        """Return what a source is called in messages."""
         return "the corpus" if len(self.sources) == 1 else f"data.sources[{number}]"
 
 
-def _num_targets(spans: Sequence[tuple[Source, Span]]) -> int:
-    return sum(end - begin - 1 for _, (begin, end) in spans)
+def left_out_notes(dataset: TokenDataset) -> list[str]:
+    """Return a line for each source of which documents are left out."""
+    return [
+        f"note: {source.num_left_out} of {len(source.document_ends)} documents of {dataset.source_name(number)} are "
+        f"left out, {_why_left_out(dataset.options)}"
+        for number, source in enumerate(dataset.sources)
+        if source.num_left_out and source.document_ends is not None
+    ]
 
 
-def _replica_rows(spans: Sequence[tuple[Source, Span]], wants: Wants) -> Sequence[tuple[Source, Span]]:
-    return spans[wants.rows_of(len(spans))]
+def _shortage(source: Source, options: BatchOptions) -> str:
+    """Say why a source has no sequence to train on."""
+    if source.num_left_out:
+        return f"has only documents that are left out, {_why_left_out(options)}; raise batch.length"
+    return (
+        f"has {source.num_train_tokens} tokens to train on, but one sequence of batch.length = {options.length} needs "
+        f"{options.length + 1}; name more text, or lower batch.length"
+    )
+
+
+def _why_left_out(options: BatchOptions) -> str:
+    longest = f"batch.length = {options.length} tokens"
+    if PACKINGS[options.packing].separates:
+        return f"for they are longer than {longest}"
+    return f"for their first {longest} have no target"
+
+
+def _num_targets(rows: Sequence[SourceRow]) -> int:
+    return sum(source.num_targets(row) for source, row in rows)
+
+
+def _replica_rows(rows: Sequence[SourceRow], wants: Wants) -> Sequence[SourceRow]:
+    return rows[wants.rows_of(len(rows))]
 
 
 def whole_text(dataset: TokenDataset, wants: Wants = EVERYTHING) -> tuple[Iterator[Batch], list[float]]:
@@ -210,15 +235,16 @@ def whole_text(dataset: TokenDataset, wants: Wants = EVERYTHING) -> tuple[Iterat
 
     The last batch may be smaller. A batch is read when it is asked for.
     """
-    spans = [(source, source.train) for source in dataset.sources]
-    target_counts = [float(_num_targets(batch_spans)) for batch_spans in _cut(spans, dataset.batch_size)]
-    return (dataset.gather(batch_spans, wants) for batch_spans in _cut(spans, dataset.batch_size)), target_counts
+    target_counts = [float(_num_targets(rows)) for rows in _cut(dataset)]
+    return (dataset.gather(rows, wants) for rows in _cut(dataset)), target_counts
 
 
-def _cut(sequences: Sequence[tuple[Source, Spans]], size: int) -> Iterator[list[tuple[Source, Span]]]:
-    spans_in_order = ((source, spans[index]) for source, spans in sequences for index in range(len(spans)))
-    while batch := list(islice(spans_in_order, size)):
-        yield batch
+def _cut(dataset: TokenDataset) -> Iterator[list[SourceRow]]:
+    rows_in_order = (
+        (source, row) for source in dataset.sources for row in map(source.train.__getitem__, range(len(source.train)))
+    )
+    while rows := list(islice(rows_in_order, dataset.batch_size)):
+        yield rows
 
 
 def open_dataset(
@@ -250,11 +276,13 @@ def open_dataset(
         )
     vocabulary = config.model.vocabulary or tokenizer.vocabulary
     corpora = [_open_corpus(keys) for keys in data.all_sources]
-    # A source with token ids of its own needs no tokenizer.
     sources, digests = [], []
-    for number, corpus in enumerate(corpora):
-        has_ids = isinstance(corpus, SavedDataset) and corpus.has_ids
-        source_tokenizer = id_tokenizer(vocabulary) if has_ids else tokenizer
+    for number, (keys, corpus) in enumerate(zip(data.all_sources, corpora, strict=True)):
+        source_tokenizer = tokenizer
+        if keys.corpus == CHATS:
+            source_tokenizer = chat_tokenizer(config, keys.learn)
+        elif isinstance(corpus, SavedDataset) and corpus.has_ids:
+            source_tokenizer = id_tokenizer(vocabulary)
         token_file = tokenize(corpus, source_tokenizer, cache, other_caches=other_caches, tell=tell)
         sources.append(_source(config, token_file, source_tokenizer, number))
         digests.append(token_file.manifest.digest)
@@ -275,6 +303,8 @@ def _open_corpus(keys: SourceKeys) -> Corpus:
     if keys.corpus == "datasets":
         return SavedDataset(keys.files[0], keys.column)
     documents = find_standard_library() if keys.corpus == "stdlib" else find_documents(keys.files, keys.suffixes)
+    if keys.corpus == CHATS:
+        return ChatFiles(documents, keys.column, needs_assistant=keys.learn == ASSISTANT)
     return TextFiles(documents)
 
 
@@ -285,7 +315,8 @@ def _source(config: RunConfig, file: TokenFile, tokenizer: Tokenizer, number: in
         held_out_fraction=config.data.held_out_fraction,
         end_of_document=tokenizer.end_of_document,
         document_ends=file.document_ends(),
-        by_document=config.data.packing == "none",
+        packing=config.data.packing,
+        has_marks=config.data.all_sources[number].corpus == CHATS,
         seed=config.run.seed,
         number=number,
     )

@@ -6,6 +6,8 @@ A `Mixture` says from which source a sequence is, `permuted` shuffles the sequen
                          └─────┴─────┴─────┴          neighbours share a token: the last target, the first input
     none        tokens:  a b c 0 d e 0 f g h i 0      a document each, as much of it as batch.length takes
                          └─────┘ └───┘ └─────┘
+    whole       tokens:  a b c 0 d e 0 f g h i 0      whole documents, those in a sequence that fill it best
+                         └──1──┘ └─1─┘ └───2───┘      (1 and 2 are sequences)
 
 The end of the tokens is held out. The rest is shuffled anew in every epoch.
 """
@@ -16,13 +18,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.decoder import IGNORED_TARGET
+from penstock.train.data.learned import Ids, ids_of, is_learned
+from penstock.train.data.packs import Packs
+from penstock.train.settings.data_section import PACKINGS
+
 MOST_EPOCHS = 1 << 32
 SEED_OF_SOURCE = 1 << 20
 LOOK_AT_ONCE = 1 << 20
 """Tokens that are read at once in the search for the end of a document."""
-Ids = NDArray[np.unsignedinteger]
 Span = tuple[int, int]
-"""The first token of a sequence, and the end behind its last target."""
+"""The first token of a sequence, or of a document in it, and the end behind its last target."""
+Row = tuple[Span, ...]
+"""The spans of a sequence, which follow each other in it; the last token of each is a target only."""
 NUM_ROUNDS = 6
 WORD_MASK = (1 << 64) - 1
 PATTERN_LENGTH = 1 << 16
@@ -43,31 +51,35 @@ class Windows:
         # Neighbouring windows share one token: the last target of one is the first input of the next.
         return max(0, (self.end - self.begin - 1) // self.length)
 
-    def __getitem__(self, index: int) -> Span:
+    def __getitem__(self, index: int) -> Row:
         first = self.begin + index * self.length
-        return first, first + self.length + 1
+        return ((first, first + self.length + 1),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Documents, each cut to `length` inputs; `document_ends` has, of all documents, the tokens up to their ends."""
+    """Sequences of documents, each cut to `length` inputs."""
 
     document_ends: NDArray[np.signedinteger]
-    numbers: NDArray[np.signedinteger]
-    """Indices into `document_ends` of the documents that are sequences here."""
+    """Of all documents of the source, the number of tokens up to their ends."""
+    packs: Packs
+    """The documents of each sequence."""
     length: int
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.packs)
 
-    def __getitem__(self, index: int) -> Span:
-        number = int(self.numbers[index])
-        begin = int(self.document_ends[number - 1]) if number else 0
-        return begin, min(int(self.document_ends[number]), begin + self.length + 1)
+    def __getitem__(self, index: int) -> Row:
+        return tuple(self.span(int(document)) for document in self.packs[index])
+
+    def span(self, document: int) -> Span:
+        """Return the tokens of a document that are read."""
+        begin = int(self.document_ends[document - 1]) if document else 0
+        return begin, min(int(self.document_ends[document]), begin + self.length + 1)
 
 
-Spans = Windows | Documents
-"""Spans of training or held-out sequences, by number from 0."""
+Rows = Windows | Documents
+"""Sequences to train on, or held-out ones, by number from 0."""
 
 
 class Source:
@@ -81,50 +93,89 @@ class Source:
         held_out_fraction: float = 0.0,
         end_of_document: int | None = None,
         document_ends: NDArray[np.signedinteger] | None = None,
-        by_document: bool = False,
+        packing: str = "windows",
+        has_marks: bool = False,
         seed: int = 0,
         number: int = 0,
     ) -> None:
-        """Cut tokens into sequences of `length`, and hold out the end of the tokens.
+        """Cut tokens into sequences of `length`, as `packing` says, and hold out the end of the tokens.
 
-        By default, sequences are windows over all tokens, of which neighbors share one token; with `by_document` each
-        begins with a document, and `document_ends` says where documents end. With an `end_of_document` token, held-out
-        windows begin with a document, so that no document is in both parts. Sequences for training are shuffled by
-        `seed` and by `number`, which is that of the source among several.
+        Windows go over all tokens, and neighbors share one token. With an `end_of_document` token, held-out windows
+        begin with a document, so that no document is in both parts. Other sequences are of whole documents, or of the
+        beginning of one, and `document_ends` says where documents end. Tokens that `has_marks` are marked ids, of which
+        only the learned ones are targets. Sequences for training are shuffled by `seed` and by `number`, which is that
+        of the source among several.
         """
         self.tokens = tokens
         self.document_ends = document_ends
+        self._has_marks = has_marks
         # Each source has a range of seeds of its own, with one seed for each epoch.
         self._seed = (seed + number * SEED_OF_SOURCE) * MOST_EPOCHS
         # Tokens before the cut are for training, those behind it are held out.
         cut = len(tokens) - int(len(tokens) * held_out_fraction)
         self.num_train_tokens = cut
-        self.train: Spans
-        self.held_out: Spans
-        if by_document and document_ends is not None:
-            # A document that begins before the cut is for training.
-            lengths = np.diff(document_ends, prepend=0)
-            numbers = np.flatnonzero(lengths > 1)  # a document of one token has nothing to predict
-            is_train = document_ends[numbers] - lengths[numbers] < cut
-            self.train = Documents(document_ends, numbers[is_train], length)
-            self.held_out = Documents(document_ends, numbers[~is_train], length)
-        else:
+        self.num_left_out = 0
+        """Documents that no sequence can take, or in which nothing would be learned; those of one token aside."""
+        self.train: Rows
+        self.held_out: Rows
+        if PACKINGS[packing].cuts or document_ends is None:
             self.train = Windows(0, cut, length)
             self.held_out = Windows(cut + _rest_of_document(tokens[cut:], end_of_document), len(tokens), length)
+        else:
+            self.train, self.held_out = self._documents(document_ends, cut, length, packing)
 
-    def train_span(self, number: int) -> Span:
+    def _documents(
+        self, document_ends: NDArray[np.signedinteger], cut: int, length: int, packing: str
+    ) -> tuple[Documents, Documents]:
+        """Return the sequences of documents that begin before the cut, which are for training, and of all others."""
+        sizes = np.diff(document_ends, prepend=0) - 1  # of inputs
+        is_several = PACKINGS[packing].separates
+        is_usable = (sizes > 0) & (sizes <= length) if is_several else sizes > 0
+        if self._has_marks:
+            spans = Documents(document_ends, Packs.of_one(np.flatnonzero(is_usable)), length)
+            is_usable[is_usable] = [self.num_targets(spans[index]) > 0 for index in range(len(spans))]
+        self.num_left_out = int(((sizes > 0) & ~is_usable).sum())
+        is_train = document_ends - sizes - 1 < cut
+        parts = [np.flatnonzero(is_usable & is_part) for is_part in (is_train, ~is_train)]
+        packs = [Packs.of(part, sizes[part], length) if is_several else Packs.of_one(part) for part in parts]
+        return Documents(document_ends, packs[0], length), Documents(document_ends, packs[1], length)
+
+    def train_row(self, number: int) -> Row:
         """Return a training sequence; an epoch, so many of them as there are, has each once."""
         epoch, index = divmod(number, len(self.train))
         return self.train[permuted(index, len(self.train), seed=self._seed + epoch)]
 
-    def positions(self, span: Span) -> NDArray[np.int64]:
+    def num_targets(self, row: Row) -> int:
+        """Return how many tokens of a sequence a loss counts."""
+        if not self._has_marks:
+            return sum(end - begin - 1 for begin, end in row)
+        return sum(int(is_learned(self.tokens[begin + 1 : end]).sum()) for begin, end in row)
+
+    def read(self, row: Row, inputs: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Write a sequence into arrays of its length; places behind its end, and what no loss counts, stay as they are.
+
+        The last token of a document is an input only where there is room behind it, where it predicts nothing.
+        """
+        place = 0
+        for begin, end in row:
+            tokens = np.asarray(self.tokens[begin:end])
+            ids = (ids_of(tokens) if self._has_marks else tokens).astype(np.int64)
+            inputs[place : place + len(ids)] = ids[: len(inputs) - place]
+            targets = target[place : place + len(ids) - 1]
+            targets[:] = np.where(is_learned(tokens[1:]), ids[1:], IGNORED_TARGET) if self._has_marks else ids[1:]
+            place += len(ids) - 1
+
+    def positions(self, row: Row, length: int) -> NDArray[np.int64]:
         """Return, per input of a sequence, how many tokens of its document are before it in the sequence."""
-        begin, end = span
         assert self.document_ends is not None, "positions need the ends of the documents"
-        first, last = np.searchsorted(self.document_ends, [begin, end - 1], side="right")
-        begins = np.concatenate([[begin], self.document_ends[first:last]])  # of the documents within the sequence
-        lengths = np.diff(np.append(begins, end - 1))
-        positions: NDArray[np.int64] = np.arange(end - 1 - begin) - np.repeat(begins - begin, lengths)
+        begins, place = [], 0  # of the documents, as places in the sequence
+        for begin, end in row:
+            first, last = np.searchsorted(self.document_ends, [begin, end - 1], side="right")
+            begins += [place, *(place - begin + self.document_ends[first:last])]
+            place += end - begin - 1
+        # Padding goes on as the last document does.
+        lengths = np.diff([*begins, length])
+        positions: NDArray[np.int64] = np.arange(length) - np.repeat(begins, lengths)
         return positions
 
 

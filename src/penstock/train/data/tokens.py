@@ -32,12 +32,13 @@ from pydantic import ValidationError
 
 from penstock.errors import ConfigError
 from penstock.files import ABANDONED_AFTER_S, atomic_file, naming_storage, remove_abandoned
+from penstock.train.data.chat_files import ChatFiles
 from penstock.train.data.corpus import FILES_KEY, PIECE_BYTES, TextFiles
 from penstock.train.data.saved_dataset import SavedDataset
 from penstock.train.data.tokenizer import Tokenizer
-from penstock.train.settings.sections import Section
+from penstock.train.settings.section import Section
 
-Corpus = TextFiles | SavedDataset
+Corpus = TextFiles | SavedDataset | ChatFiles
 """Documents with numbers from 0."""
 FORMAT_VERSION = 1
 SUFFIX = ".unfinished"
@@ -255,8 +256,11 @@ def _write_tokens(
             is_last = offset == size
             if offset > size or (is_last and content.hexdigest() != sources.digest(number)):
                 raise _changed(corpus.name(index))
-            ids = tokenizer.encode_piece(piece, is_first=begin == 0, is_last=is_last).astype(item_type)
-            writer.write(ids, is_last=is_last)
+            try:
+                ids = tokenizer.encode_piece(piece, is_first=begin == 0, is_last=is_last)
+            except ConfigError as error:
+                raise ConfigError(f"{corpus.name(index)}: {error.problem}", key=error.key) from error
+            writer.write(ids.astype(item_type), is_last=is_last)
             num_done += len(piece)
             tell("tokenizing", num_done, num_all)
         if offset != size:

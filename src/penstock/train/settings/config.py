@@ -10,9 +10,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from penstock.errors import ConfigError, nearest
+from penstock.train.settings.data_section import SourceSection
 from penstock.train.settings.overrides import apply_overrides, read_toml
 from penstock.train.settings.rules import Problem, config_error, problems_of
-from penstock.train.settings.sections import LISTED, NAMED, Section, Sections, SourceSection, meaning_of
+from penstock.train.settings.section import LISTED, NAMED, Section, meaning_of
+from penstock.train.settings.sections import Sections
 from penstock.train.settings.steps import BatchPlan
 
 MAX_VALUE_CHARACTERS = 80

@@ -79,7 +79,10 @@ DATASETS = OptionalPackage(
     lambda config: any(source.corpus == "datasets" for source in config.data.all_sources),
     "save the texts as files",
 )
-OPTIONAL_PACKAGES = (TENSORBOARD, WANDB, TOKENIZERS, TRANSFORMERS, DATASETS)
+CHAT_TEMPLATES = OptionalPackage(
+    "transformers", "data.corpus", lambda config: config.data.has_chats, "write the conversations as texts"
+)
+OPTIONAL_PACKAGES = (TENSORBOARD, WANDB, TOKENIZERS, TRANSFORMERS, DATASETS, CHAT_TEMPLATES)
 """A setting that needs another package has an entry here."""
 PICTURES = OptionalPackage(
     "matplotlib",
@@ -90,6 +93,15 @@ PICTURES = OptionalPackage(
     other_extra="plot",
 )
 """No run needs it: without it, one has no picture of its recorded step."""
+PARQUET = OptionalPackage(
+    "pyarrow",
+    "data.files",
+    lambda config: False,
+    "save the chats as JSONL",
+    other_module="pyarrow.parquet",
+    other_extra="datasets",
+)
+"""Which files there are is known only when they are looked for."""
 
 
 def require_packages(config: RunConfig) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from penstock.errors import MAX_KEY_CHARACTERS, MAX_SHOWN, ConfigError, cut, nearest, shortened
 from penstock.models.decoder_config import DecoderConfig
-from penstock.train.settings.sections import ModelSection, Sections, SourceKeys
+from penstock.train.settings.data_section import CORPORA, SourceKeys
+from penstock.train.settings.sections import ModelSection, Sections
 from penstock.train.settings.steps import decay_steps_of
 
 MOST_BATCHES = 100_000
@@ -243,23 +244,46 @@ def _source_problems(config: Sections) -> Iterator[Problem]:
         return
     sources: dict[str, SourceKeys] = {f"data.sources[{index}]": keys for index, keys in enumerate(data.sources)}
     for key, source in (sources or {"data": direct_keys}).items():
-        if source.corpus == "files" and not source.files:
-            yield f"{key}.files", f"no file or folder is named; name some, or set {key}.corpus = 'stdlib'"
-        if source.corpus == "stdlib" and source.files:
-            yield f"{key}.files", f"files are named although {key}.corpus = 'stdlib'; drop one of the two"
-        if source.corpus == "datasets" and len(source.files) != 1:
-            yield f"{key}.files", f"{key}.corpus = 'datasets' needs one folder; name more in data.sources"
-        if source.corpus != "datasets" and source.column != "text":
-            yield f"{key}.column", f"only {key}.corpus = 'datasets' has columns; drop it"
+        yield from _files_problems(key, source)
+        if not source.kind.column and source.column != "text":
+            with_columns = " or ".join(repr(name) for name, kind in CORPORA.items() if kind.column)
+            yield f"{key}.column", f"only {key}.corpus = {with_columns} has columns; drop it"
+        if source.learn not in ("all", source.kind.learn):
+            yield f"{key}.learn", f"only {key}.corpus = 'chats' knows who speaks; use 'all', or drop it"
         if not source.suffixes:
             yield f"{key}.suffixes", "the list is empty; name at least one ending, as in ['.txt']"
+
+
+def _files_problems(key: str, source: SourceKeys) -> Iterator[Problem]:
+    """Yield the problem of a source whose files are too few or too many for its corpus."""
+    most_files, corpus = source.kind.most_files, f"{key}.corpus = {source.corpus!r}"
+    if most_files == 0 and source.files:
+        yield f"{key}.files", f"files are named although {corpus}; drop one of the two"
+    elif most_files == 1 and len(source.files) != 1:
+        yield f"{key}.files", f"{corpus} needs one folder; name more in data.sources"
+    elif most_files is None and not source.files:
+        other = f", or set {key}.corpus = 'stdlib'" if source.corpus == "files" else ""
+        yield f"{key}.files", f"no file or folder is named; name some{other}"
+
+
+def _chats_problems(config: Sections) -> Iterator[Problem]:
+    """Yield what conversations need and is not set, or is set without them."""
+    data = config.data
+    if not data.has_chats:
+        if data.chat_template:
+            yield "data.chat_template", "is for data.corpus = 'chats'; drop it, or name chats"
+        return
+    if data.packs.cuts:
+        yield "data.packing", f"{data.packing!r} cuts conversations; use 'whole', or 'none' for one in a sequence"
+    if data.tokenizer == "bytes" and not _lacks_tokenizer(config):
+        yield "data.tokenizer", "bytes have no chat template; name the tokenizer.json of a model that chats"
 
 
 def _data_problems(config: Sections) -> Iterator[Problem]:
     """Yield what is wrong with the settings of data, evaluation and tokenizer: key and text."""
     data, model, run = config.data, config.model, config.run
-    if model.source and data.packing == "documents":
-        yield "data.packing", "'documents' is for the decoder, which takes positions; use 'windows' or 'none'"
+    if model.source and data.packs.separates:
+        yield "data.packing", f"{data.packing!r} is for the decoder, which takes positions; use 'windows' or 'none'"
     if run.patience and not (run.evaluate_batches and run.evaluate_every):
         yield "run.patience", "needs evaluations; set run.evaluate_every and run.evaluate_batches"
     if data.tokenizer == "bytes" and not data.source and 0 < model.vocabulary < 256:
@@ -299,6 +323,7 @@ _RULES = (
     _pipeline_problems,
     _model_problems,
     _source_problems,
+    _chats_problems,
     _data_problems,
     _precision_problems,
     _optimizer_problems,

@@ -3,54 +3,15 @@
 The text below a key is its meaning, for people: written run files, messages and the reference have it.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic.fields import FieldInfo
+from pydantic import Field
 
 from penstock.lowering import NOT_SHARDED, Sharding
 from penstock.models.decoder_config import DecoderConfig, Positive
 from penstock.planning import DEFAULT_MICROBATCHES
-
-NotNegative = Annotated[int, Field(ge=0)]
-Scalar = bool | int | float | str
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-# A TOML array arrives as a list; the frozen value is a tuple. Only this step is lenient, the items stay strict. A text
-# is a list of one, so that data.files=a.txt will do on a command line.
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(_as_list)]
-Sizes = Annotated[tuple[Positive, ...], Field(strict=False)]
-
-Kept = Literal["none", "full", "selective"]
-"""Which activation checkpointing."""
-
-NAMED, LISTED = "a name", "a list"
-"""Which sort of a key such as `pipeline.split` was meant, so that a wrong one is judged as that."""
-Name = TypeVar("Name")
-Other = TypeVar("Other")
-NameOr = Annotated[
-    Annotated[Name, Tag(NAMED)] | Annotated[Other, Tag(LISTED)],
-    Discriminator(lambda value: NAMED if isinstance(value, str) else LISTED),
-]
-Split = NameOr[Literal["declared", "even", "measured"], Sizes]
-Checkpointing = NameOr[Kept, Annotated[tuple[Kept, ...], Field(strict=False)]]
-
-
-class Section(BaseModel):
-    """Sections, and parts of other files, are frozen, with no unknown keys, no conversions, and finite numbers only."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-def meaning_of(field: FieldInfo) -> str:
-    """Return the meaning of a key on one line."""
-    return " ".join((field.description or "").split())
+from penstock.train.settings.data_section import DataSection
+from penstock.train.settings.section import Checkpointing, NameOr, NotNegative, Scalar, Section, Sizes, Split
 
 
 class RunSection(Section):
@@ -173,58 +134,6 @@ class ModelSection(Section, DecoderConfig):
     def place_key(self) -> str:
         """The key that says so."""
         return "model.source" if self.source else "model.transformers"
-
-
-class SourceKeys(Section):
-    """Where text is found."""
-
-    corpus: Literal["files", "stdlib", "datasets"] = "files"
-    """'files': data.files; 'stdlib': the sources of the running Python's standard library; 'datasets': the folder in
-    data.files, which the datasets package has saved (needs the extra `datasets`)"""
-    files: Texts = ()
-    """UTF-8 text files, or folders to search; relative to the current folder"""
-    suffixes: Texts = (".txt", ".md", ".py")
-    """endings of the files taken from folders"""
-    column: str = Field(default="text", min_length=1)
-    """with 'datasets', the column of texts, or of token ids such as 'input_ids'; each row is a document"""
-
-
-class SourceSection(SourceKeys):
-    """One of several sources of text."""
-
-    weight: float = Field(default=1.0, gt=0)
-    """share of the sequences, relative to the other sources"""
-
-
-class DataSection(SourceKeys):
-    """The text and its tokens."""
-
-    sources: Annotated[tuple[SourceSection, ...], Field(strict=False)] = ()
-    """several sources in place of data.files: tables with corpus, files, suffixes, column and weight, their share"""
-    source: str = ""
-    """FILE.py:FUNCTION in place of text: a function of yours, called with those of config, batch_size, length, seed and
-    split that it names; it returns an iterable of batches (tokens, target)"""
-    packing: Literal["windows", "documents", "none"] = "windows"
-    """what a sequence is. 'windows': the next batch.length tokens, whatever documents they are of; 'documents': the
-    same, but no token attends to another document, and positions begin anew with each; 'none': a document, cut to
-    batch.length or filled up with padding, which no loss counts"""
-    tokenizer: str = Field(default="bytes", min_length=1)
-    """'bytes', or the path of a tokenizers JSON file"""
-    tokenizer_digest: str = ""
-    """of the file of data.tokenizer; a run fills it in"""
-    end_of_document: str = ""
-    """token that ends a document, such as '<|endoftext|>'; empty: one of the usual names that the tokenizer has, if
-    any; bytes end with a zero byte"""
-    held_out_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """share of the tokens kept for evaluation only"""
-    prefetch: NotNegative = 2
-    """batches that a thread prepares while a step runs; 0: each is read when it is needed"""
-
-    @property
-    def all_sources(self) -> tuple[SourceSection, ...]:
-        """The sources, or the one that this section names itself."""
-        direct_keys = {name: getattr(self, name) for name in SourceKeys.model_fields}
-        return self.sources or (SourceSection(**direct_keys),)
 
 
 class BatchSection(Section):
