@@ -99,6 +99,16 @@ def test_fewer_microbatches_than_parts_are_refused_though_their_rows_do_not_coun
         split_batch((rows(2), images), {}, None, num_microbatches=4, specs=specs, takes_any_size=True)
 
 
+@pytest.mark.parametrize(("rule", "num_parts"), [({}, 3), ({"microbatch_size": 2}, 2)])
+def test_an_evaluation_of_few_rows_takes_a_part_for_each_of_its_microbatches(rule, num_parts):
+    rule = BatchRule(4, takes_any_size=True, **rule)
+
+    parts = rule.microbatches((rows(3),), {"state": PreSplit(range(num_parts))}, None)
+
+    assert [part.kwargs["state"] for part in parts] == list(range(num_parts))
+    assert sum(part.size for part in parts) == 3
+
+
 # ---- signatures
 
 

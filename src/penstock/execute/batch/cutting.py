@@ -121,13 +121,21 @@ class BatchRule:
     def _sizes(self, leaves: Sequence[Leaf]) -> list[int]:
         """Return the rows of each microbatch on which all leaves agree; empty where nothing is split."""
         presplit_leaf = next((leaf for leaf in leaves if isinstance(leaf.value, PreSplit)), None)
-        if self.microbatch_size and presplit_leaf is not None:
+        cut_leaf = next(
+            (leaf for leaf in leaves if leaf.dim is not None and not isinstance(leaf.value, PreSplit)), None
+        )
+        num_parts = self.num_microbatches
+        is_known = self.takes_any_size and cut_leaf is not None
+        if self.microbatch_size and presplit_leaf is not None and not is_known:
             # Marked `Replicate`, too: a rank without rows does not know how many parts there must be.
             raise PipelineError(
                 f"{presplit_leaf.place} is a PreSplit, whose parts have a number and sizes of their own, beside "
                 f"microbatch_size = {self.microbatch_size}; pass tensors, or give the pipeline microbatches="
             )
-        measured = [(leaf, rows) for leaf in leaves if (rows := rows_of(leaf, self.num_microbatches)) is not None]
+        # An evaluation of few rows has fewer microbatches, and so a PreSplit beside them has fewer parts.
+        if self.takes_any_size and cut_leaf is not None:
+            num_parts = len(self._even_sizes(cut_leaf, cut_leaf.length))
+        measured = [(leaf, rows) for leaf in leaves if (rows := rows_of(leaf, num_parts)) is not None]
         tensors = [(leaf, rows) for leaf, rows in measured if isinstance(rows, int)]
         presplits = [(leaf, rows) for leaf, rows in measured if isinstance(rows, tuple)]
         require_equal(SAMPLES, tensors)

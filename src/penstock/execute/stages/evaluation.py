@@ -30,7 +30,8 @@ def evaluating(stages: Sequence[Stage]) -> Iterator[None]:
     ]
     try:
         for layer, place in places.items():
-            _set_mode(layer, False, place)
+            if any(module.training for module in layer.modules()):
+                _set_mode(layer, False, place)
         try:
             yield
         finally:

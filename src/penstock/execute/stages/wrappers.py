@@ -87,9 +87,8 @@ def averages_gradients(stages: Sequence[Stage]) -> bool:
 
 def reshard(stages: Sequence[Stage]) -> None:
     """Free what forwards without a backward have gathered: later forwards would use it, whatever the optimizer did."""
-    for _, _, module in _modules(stages):
-        if is_sharded(module):
-            module.reshard()  # type: ignore[operator]
+    for module in fully_sharded_modules(layer for stage in stages for layer in stage.modules):
+        module.reshard()  # type: ignore[operator]
 
 
 # The next two by their methods, since torch.distributed.fsdp takes half a second to import.

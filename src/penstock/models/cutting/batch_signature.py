@@ -18,11 +18,18 @@ from penstock.microbatch_place import MICROBATCH_PLACE
 class BatchSignature:
     """The arguments of a model's forward that a batch may have; binds what a step passes, as Python binds a call."""
 
-    def __init__(self, model: nn.Module, names: Collection[str] = (), first: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Collection[str] = (),
+        first: Sequence[str] = (),
+        of_entry: Sequence[str] = (),
+    ) -> None:
         """Keep which arguments of the model's forward a batch may have; `names` are these, by default all.
 
         A layer of a pipeline takes the arguments in `first` by position, in this order and on the first stage alone,
         and all other arguments by name on every stage. A `**kwargs` of the forward counts where no `names` are given.
+        `of_entry` are keywords that the model's forward does not have: the entry of its layers takes them.
 
         Raises:
             ConfigError: an argument has no name by which every stage could be given it.
@@ -54,13 +61,14 @@ class BatchSignature:
         self._of_pipeline = [] if names else [item for item in plain_parameters if item.name == MICROBATCH_PLACE]
         self._required = [name for name, item in self.parameters.items() if item.default is item.empty]
         self._first = first
+        self._of_entry = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in of_entry]
         self._model = type(model).__name__
 
     @property
     def keywords(self) -> list[inspect.Parameter]:
         """The arguments that every stage takes, by name; among them what a pipeline tells of a microbatch."""
         of_batch = [item for name, item in self.parameters.items() if name not in self._first]
-        return [*of_batch, *self._of_pipeline]
+        return [*of_batch, *self._of_pipeline, *self._of_entry]
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_first: bool = True

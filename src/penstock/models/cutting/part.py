@@ -62,6 +62,11 @@ class CutPart(nn.Module):
         self._forward.trials.end_step()
 
     @property
+    def whole_model(self) -> nn.Module:
+        """The model that was cut; on the meta device, unless the layers hold its own modules."""
+        return self._forward.template.model
+
+    @property
     def batch_signature(self) -> BatchSignature:
         """How the whole model takes a batch, which a pipeline binds by it."""
         return self._forward.entry.batch_signature

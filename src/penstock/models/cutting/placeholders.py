@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.arguments import UnchangedArguments
+from penstock.models.cutting.part_state import PartState, has_part_state
 from penstock.models.cutting.state import fingerprint
 from penstock.models.cutting.trees import map_items, map_tensors, tensors_in
 from penstock.models.skip import Skip
@@ -65,22 +66,27 @@ class Placeholder:
         """
         tensors = tensors_in((args, kwargs))
         needs_gradients = tuple([parameter.requires_grad for parameter in self._owner_parameters])
+        # Masks beside a state become longer with every token, while a block returns what is like its first argument.
+        has_state = has_part_state((args, kwargs))
         kind: Any = (
             *(method, is_training, torch.is_grad_enabled(), needs_gradients, tuple(self._written.items())),
-            *(_kind_of(args), _kind_of(kwargs)),
+            *((_kind_of(_first(args, kwargs)),) if has_state else (_kind_of(args), _kind_of(kwargs))),
         )
         if kind in self._like_first:
             return without_values(_first(args, kwargs), requires_grad=self._like_first[kind])
         if kind in self._failing_kinds:
             kind = (*kind, _values_of(tensors))
         with self._lock:  # threads that run stages side by side share the module, which has one mode
-            if kind not in self._outputs_by_kind or self._has_skips:  # it may depend on what was put into a skip
+            # Each output may depend on what was put into a skip, or is in a state.
+            if kind not in self._outputs_by_kind or self._has_skips or has_state:
                 for parameter, needs_gradient in zip(self.module.parameters(), needs_gradients, strict=False):
                     parameter.requires_grad_(needs_gradient)
                 self.module.train(is_training)
                 output, inputs, kind = self._find(method, tensors, args, kwargs, kind)
                 index_by_id = {id(tensor): index for index, tensor in enumerate(inputs)}
                 self._outputs_by_kind[kind] = output, [index_by_id.get(id(tensor)) for tensor in tensors_in(output)]
+                if has_state and self._is_point and _are_alike(output, _first(args, kwargs)):
+                    self._like_first[kind] = output.requires_grad
             output, input_indices = self._outputs_by_kind[kind]
         # Of each tensor of the output: the index of the input that it is, or None.
         next_index = iter(input_indices)
@@ -114,7 +120,7 @@ class Placeholder:
         is_block = self._is_point and isinstance(first, Tensor)
         try:
             output = self._run(self._on_zeros(), method, inputs, args, kwargs)
-            if is_block and isinstance(output, Tensor) and (output.shape, output.dtype) == (first.shape, first.dtype):
+            if is_block and _are_alike(output, first):
                 self._like_first[kind[:-1]] = output.requires_grad
             return output, inputs, kind
         except PenstockError:
@@ -168,6 +174,12 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return next(iter((*args, *kwargs.values())), None)
 
 
+def _are_alike(output: Any, first: Any) -> bool:
+    """Whether an output is one tensor of the shape and type of the first argument."""
+    are_tensors = isinstance(output, Tensor) and isinstance(first, Tensor)
+    return are_tensors and (output.shape, output.dtype) == (first.shape, first.dtype)
+
+
 def _values_of(tensors: list[Tensor]) -> Any:
     """Return the values of the integers among some tensors."""
     integers = [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_floating_point())]
@@ -184,6 +196,8 @@ def _copied(item: Any) -> Any:
     """Return a copy of an object that a module may change; what cannot be copied, and modules, as they are."""
     if isinstance(item, Tensor):
         return item.detach().clone()
+    if isinstance(item, PartState):
+        return item.without_values()
     if isinstance(item, (*CONSTANTS, nn.Module)) or callable(item):
         return item
     try:

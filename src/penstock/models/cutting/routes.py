@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.models.cutting.label_table import UNKNOWN, LabelTable
+from penstock.models.cutting.part_state import PartState
 from penstock.models.cutting.trees import PLAIN_TYPES, items_in, map_items
 from penstock.models.cutting.undocumented import version_of
 
@@ -108,10 +109,10 @@ class ArgumentForms:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether what a value holds stays the same while the value does, but for changes of tensors in place."""
+    """Whether what a form holds of a value stays the same while the value does, but for changes of tensors in place."""
     if isinstance(value, tuple):
         return all(map(_is_fixed, value))
-    return type(value) in PLAIN_TYPES or isinstance(value, (Tensor, bool, int, float, str))
+    return type(value) in PLAIN_TYPES or isinstance(value, (Tensor, bool, int, float, str, PartState))
 
 
 @dataclass(slots=True)

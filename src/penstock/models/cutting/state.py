@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.models.cutting.part_state import PartState
 from penstock.models.cutting.undocumented import own_tensors_of, plain_attributes_of, version_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, type)
@@ -25,7 +26,7 @@ def fingerprint(value: Any, levels: int = MOST_LEVELS, known: dict[int, Any] | N
     """Return something that is equal before and after, unless a value was changed or replaced.
 
     Tensors count by identity and number of changes in place, containers by what they hold, objects by their
-    attributes. `known` has the objects that were met.
+    attributes, a `PartState` by what all parts know of it. `known` has the objects that were met.
     """
     kind = type(value)
     if kind in EXACT_ATOMS:
@@ -40,6 +41,8 @@ def fingerprint(value: Any, levels: int = MOST_LEVELS, known: dict[int, Any] | N
         return id(value), version_of(value)
     if isinstance(value, (nn.Module, *FUNCTIONS)):
         return id(value)
+    if isinstance(value, PartState):
+        return id(value), value.common
     known = {} if known is None else known
     if id(value) in known:
         return known[id(value)]
