@@ -8,7 +8,7 @@
 
 `ir/rounds.py` says what rounds are. Every program is proved before it runs.
 
-Guarantees: a step waits for no planning that takes long; all ranks of all replicas run the same program, since each says
+Guarantees: a step waits for no planning that takes long; all ranks of all replicas run the same program, as each says
 in its proposal what it has planned, and one that is not there on all of them runs nowhere. Relies on: nothing changes
 the plan of a rank, which the thread reads.
 """

@@ -3,7 +3,7 @@
 Any error on the way ends the step on all ranks, as one error, and leaves nothing of it behind.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -154,6 +154,7 @@ class Runner:
             is_planned = mode is Mode.TRAIN and num_microbatches in agreed.planned
             key = ProgramKey(mode, num_microbatches, most_microbatches)
             compiled = self._programs.of(key, is_planned=is_planned)
+            self._begin_messages(agreed, batch, compiled.program, call.extra)
             # 3. From here on the step alone holds the data, so that it can free them early.
             step = self._make_step(agreed, batch)
             compiling = self._compilations.in_step(agreed, flatten((call.args, call.target))[0])
@@ -236,6 +237,7 @@ class Runner:
             step_number=self.step_number if options.seed is not None and is_training else 0,
             num_compilations=self._compilations.num_reported(),
             planned=self.session.programs.planned(),
+            has_alike_layouts=self._messenger.layouts.are_alike,
             **parameters.proposed(is_training=is_training),
         )
         # From the largest of all ranks: one that tried a step alone is ahead, and its number must not come twice, or a
@@ -243,10 +245,19 @@ class Runner:
         self._num_attempts = agreed.attempt + 1
         if is_training:
             parameters.agree_on_tied(agreed.trained)
-        # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
-        is_ahead = self._may_run_ahead and options.overlap is None and call.extra is not Extra.RECORDING
-        self._messenger.begin(agreed.signature, follows=is_ahead)
         return agreed, batch
+
+    def _begin_messages(self, agreed: AgreedStep, batch: Batch, program: Program, extra: Extra) -> None:
+        """Start the messages of a step, whose microbatches are told apart where their layouts are not known yet."""
+        kinds: Sequence[str] = ()
+        if agreed.first_microbatch and not self._messenger.layouts.knows(agreed.signature):
+            kinds = [
+                f"{agreed.first_microbatch} {route} {[(part.size, part.length) for part in slices]}"
+                for route, slices in zip(program.route_of_microbatch.tolist(), batch.slices, strict=True)
+            ]
+        # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
+        is_ahead = self._may_run_ahead and self.session.options.overlap is None and extra is not Extra.RECORDING
+        self._messenger.begin(agreed.signature, kinds, follows=is_ahead)
 
     def _make_step(self, agreed: AgreedStep, batch: Batch) -> Step:
         return Step(

@@ -354,6 +354,74 @@ def test_a_refused_step_leaves_its_number_to_the_next_one():
     assert difference([outcome for _, outcome in found], task.reference(3), **NEARLY) == []
 
 
+# ---- layouts of messages
+
+
+def known_layouts(pipeline, task, numbers):
+    """Whether the layouts of messages were known before each step, and the outcome of each."""
+    known, outcomes = [], []
+    for number in numbers:
+        zero(pipeline)
+        outcomes.append(outcome_of(pipeline, taken(pipeline, task, pipeline.step, microbatches=number)))
+        known.append(pipeline._runner._messenger.layouts.is_static)
+    return known, outcomes
+
+
+def test_another_number_of_microbatches_of_one_size_learns_no_layouts():
+    numbers = [4, 8, 2, 4]
+
+    def case(wires):
+        with made(wires, task_of(8), "1f1b") as pipeline:
+            return [known_layouts(pipeline, task_of(2 * number), [number]) for number in numbers]
+
+    by_rank = on_ranks(3, case)
+
+    for steps_of_rank in by_rank:
+        assert [known for known, _ in steps_of_rank] == [[False], [True], [True], [True]]
+    for index, number in enumerate(numbers):
+        outcomes = [steps_of_rank[index][1][0] for steps_of_rank in by_rank]
+        assert difference(outcomes, task_of(2 * number).reference(number), **NEARLY) == []
+
+
+class Widening(nn.Module):
+    """Returns its input, and zeros whose number depends on the index of the microbatch."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, microbatch_place):
+        return self.inner(x), torch.zeros(1 + microbatch_place.index)
+
+
+class Narrowing(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pair):
+        return self.inner(pair[0]) + 0.0 * pair[1].sum()
+
+
+def test_a_model_whose_microbatches_differ_learns_the_layouts_of_each_number():
+    task = task_of(8)
+
+    def case(wires):
+        first, second = float_layers(FLOAT, 2)
+        with Pipeline([Widening(first), Narrowing(second)], "1f1b", M, square_loss, transport=wires) as pipeline:
+            return known_layouts(pipeline, task, [4, 2, 8, 4])
+
+    by_rank = on_ranks(2, case)
+
+    assert [known for known, _ in by_rank] == [[False, False, False, True]] * 2
+    task.make_layers = lambda: float_layers(FLOAT, 2)
+    for index, number in enumerate([4, 2, 8, 4]):
+        result, gradients = task.reference(number)
+        gradients = {name.replace(".", ".inner.", 1): gradient for name, gradient in gradients.items()}
+        outcomes = [outcomes[index] for _, outcomes in by_rank]
+        assert difference(outcomes, (result, gradients), **NEARLY) == []
+
+
 # ---- what is refused
 
 

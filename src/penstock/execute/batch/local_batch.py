@@ -48,6 +48,8 @@ class Batch:
     """Slices of each microbatch; the microbatch itself where it is not cut."""
     digests: tuple[int, int, int] = (0, 0, 0)
     """Digests of the layouts of inputs, keyword arguments and target; 0 for what was not given."""
+    first_microbatch: tuple[int, int, int] = (0, 0, 0)
+    """Digests of the layouts of these parts of the first microbatch; 0 also where others may be of another layout."""
     uncut_rows: Sequence[tuple[int, str]] = ()
     """Pairs (rows, why a batch of so many is refused), where nothing tells the rows of the batch here."""
     reader: Reader | None = None
@@ -152,10 +154,13 @@ class BatchCutter:
         self.require_program(mode, len(microbatches))
         values = flatten((call.args, dict(call.kwargs), call.target))[0]
         data, has_rows = self._bind(call), any(microbatch.size for microbatch in microbatches)
+        # The parts of a PreSplit may be of a layout each.
+        tells_others = not any(isinstance(value, PreSplit) for value in values)
         return Batch(
             microbatches,
             list(map(self.rule.slices, microbatches)),
             _digests(own_rule, data, form),
+            _digests(_one_of(own_rule), microbatches[0], form) if tells_others else (0, 0, 0),
             () if has_rows else list(rule.uncut_rows(call.args, call.kwargs, call.target).items()),
             number=_number_of(call, own_rule),
             data=data,
@@ -202,12 +207,13 @@ class BatchCutter:
         part, slices = reader.begin()
         self._check_arguments(part)
         first = self._bind(StepRequest(part.args, part.kwargs, part.target))
-        rule = replace(self.rule, num_microbatches=1)
+        rule = _one_of(own_rule)
         empty_slices = [without_data(part) for part in slices]
         return Batch(
             [replace(empty_slices[0], index=index, length=0) for index in indices],
             [[replace(part, index=index) for part in empty_slices] for index in indices],
             _digests(rule, first, f"{len(indices)} off a stream "),
+            _digests(rule, first, "off a stream "),
             reader=reader,
             number=len(indices),
             data=first,
@@ -259,7 +265,12 @@ def _number_of(call: StepRequest, rule: BatchRule) -> int | str | None:
     return f"those of microbatch_size = {rule.microbatch_size}" if rule.microbatch_size else rule.num_microbatches
 
 
-def _digests(rule: BatchRule, call: StepRequest, kind: str = "") -> tuple[int, int, int]:
+def _one_of(rule: BatchRule) -> BatchRule:
+    """Return the rule of one microbatch, by itself."""
+    return replace(rule, num_microbatches=1, microbatch_size=None)
+
+
+def _digests(rule: BatchRule, call: StepRequest | Microbatch, kind: str = "") -> tuple[int, int, int]:
     """Digest the layouts of inputs, keyword arguments and target; 0 stands for nothing given."""
     return (
         digest(kind + rule.signature(call.args, {}, None)) if call.args else 0,
