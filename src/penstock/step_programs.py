@@ -31,7 +31,7 @@ from penstock.ir.split_backwards import with_split_backwards
 from penstock.planning import RecentTables, memory_demand, prove_and_lower_once
 from penstock.proofs import Demand, prove
 
-ROWS_PLANNED_AT_ONCE = 2_500
+ROWS_PLANNED_AT_ONCE = 1_500
 """Rows of a program that is planned within a step: this takes about 10 ms (bench/microbatches.py)."""
 _ANY_ROWS = 10**9
 
