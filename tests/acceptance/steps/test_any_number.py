@@ -14,6 +14,7 @@ from penstock.execute.batch.stream import Part, Stream
 from penstock.ir.program import Program
 from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
+from penstock.models import AuxiliaryLoss, Skip
 from penstock.pipeline import Pipeline
 from penstock.planning import prove_and_lower
 from penstock.proofs import check
@@ -25,10 +26,12 @@ from tests.support.local_pipelines import (
     WIDTH,
     Masked,
     Task,
+    block,
     count_tokens,
     difference,
     error_of,
     float_layers,
+    gradients_of,
     on_ranks,
     outcome_of,
     square_loss,
@@ -190,6 +193,68 @@ def test_an_evaluation_takes_any_number_and_changes_nothing(name):
     expected = [task.reference(1)[0].loss.item() for task in tasks for _ in range(3)]
     for losses in on_ranks(2, case):
         assert losses == pytest.approx(expected, abs=1e-12)
+
+
+class Adding(nn.Module):
+    """A layer with a loss of its own; the first one hands its input past all others to the last one."""
+
+    def __init__(self, seed, *, is_first=False, is_last=False):
+        super().__init__()
+        self.inner, self.is_first, self.is_last = block(seed, FLOAT), is_first, is_last
+        self.size, self.skip = AuxiliaryLoss("size", weight=0.3), Skip("features") if is_first or is_last else None
+
+    def forward(self, x):
+        if self.is_first:
+            self.skip.put(x)
+        x = self.inner(x)
+        self.size.add(x.square().mean())
+        return x + self.skip.get() if self.is_last else x
+
+
+@pytest.mark.parametrize("name", ["1f1b", "from torch"])
+def test_added_losses_and_skips_are_those_of_one_process(name):
+    def make_task(num_rows):
+        task = task_of(num_rows)
+        task.make_layers = lambda: [Adding(seed, is_first=seed == 0, is_last=seed == 3) for seed in range(4)]
+        return task
+
+    assert mistakes(2, name, [4, 6, 1, 9], make_task) == none_of([4, 6, 1, 9])
+
+
+def tied_layers():
+    layers = token_layers(FLOAT)
+    layers[-1].weight = layers[0].weight
+    return layers
+
+
+def test_tied_weights_are_reduced_and_optimizers_step_once_in_rounds():
+    SCHEDULES["whole"] = build("1f1b", ranks=2, microbatches=M)
+
+    def make_task(num_rows):
+        generator = torch.Generator().manual_seed(3)
+        tokens, target = (torch.randint(VOCABULARY, (num_rows, LENGTH), generator=generator) for _ in range(2))
+        return Task(tied_layers, (tokens,), target, token_loss, {"allow_ragged": True})
+
+    numbers = [6, 1, 4]
+    tasks = [make_task(number) for number in numbers]
+
+    def case(wires):
+        gradients, updates = [], []
+        with made(wires, tasks[0], "whole", optimizer_step=lambda: updates.append(1)) as pipeline:
+            for task, number in zip(tasks, numbers, strict=True):
+                zero(pipeline)
+                taken(pipeline, task, pipeline.step, microbatches=number)
+                gradients.append(gradients_of(pipeline.named_parameters()))
+        return gradients, len(updates)
+
+    found = on_ranks(2, case)
+
+    assert [count for _, count in found] == [len(numbers)] * 2
+    for index, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
+        _, expected = task.reference(number)
+        for gradients, _ in found:
+            for name, gradient in gradients[index].items():
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
 
 
 def test_steps_add_up_whatever_their_numbers():
@@ -404,22 +469,33 @@ class Narrowing(nn.Module):
 
 
 def test_a_model_whose_microbatches_differ_learns_the_layouts_of_each_number():
-    task = task_of(8)
+    numbers, tasks = [4, 2, 8, 4], {number: task_of(2 * number) for number in (2, 4, 8)}
 
     def case(wires):
         first, second = float_layers(FLOAT, 2)
         with Pipeline([Widening(first), Narrowing(second)], "1f1b", M, square_loss, transport=wires) as pipeline:
-            return known_layouts(pipeline, task, [4, 2, 8, 4])
+            return [known_layouts(pipeline, tasks[number], [number]) for number in numbers]
 
     by_rank = on_ranks(2, case)
 
-    assert [known for known, _ in by_rank] == [[False, False, False, True]] * 2
-    task.make_layers = lambda: float_layers(FLOAT, 2)
-    for index, number in enumerate([4, 2, 8, 4]):
-        result, gradients = task.reference(number)
+    for steps_of_rank in by_rank:
+        assert [known for known, _ in steps_of_rank] == [[False], [False], [False], [True]]
+    for index, number in enumerate(numbers):
+        tasks[number].make_layers = lambda: float_layers(FLOAT, 2)
+        result, gradients = tasks[number].reference(number)
         gradients = {name.replace(".", ".inner.", 1): gradient for name, gradient in gradients.items()}
-        outcomes = [outcomes[index] for _, outcomes in by_rank]
+        outcomes = [steps_of_rank[index][1][0] for steps_of_rank in by_rank]
         assert difference(outcomes, (result, gradients), **NEARLY) == []
+
+
+def test_microbatches_of_two_sizes_are_two_kinds():
+    batches = [(4, 7), (2, 3), (3, 6), (2, 2)]  # of 2, 2, 2 and 1 rows; of 2 and 1; of 2 each; of 1 each
+
+    def case(wires):
+        with made(wires, task_of(7), "1f1b") as pipeline:
+            return [known_layouts(pipeline, task_of(rows), [number])[0] for number, rows in batches]
+
+    assert on_ranks(2, case) == [[[False], [True], [True], [False]]] * 2
 
 
 # ---- what is refused
