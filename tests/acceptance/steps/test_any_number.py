@@ -195,6 +195,30 @@ def test_an_evaluation_takes_any_number_and_changes_nothing(name):
         assert losses == pytest.approx(expected, abs=1e-12)
 
 
+class Scaling(nn.Module):
+    """Multiplies a number by its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0, dtype=FLOAT))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_batch_without_rows_has_the_number_on_ranks_that_are_given_nothing_too():
+    def case(wires):
+        layers = [Scaling() for _ in range(3)]
+        with Pipeline(layers, "1f1b", M, lambda output, target: output - target, transport=wires) as pipeline:
+            number = torch.tensor(3.0, dtype=FLOAT)
+            passed = [((number,), {"microbatches": 6}), ((), {}), ((), {"target": number, "microbatches": 6})]
+            args, keywords = passed[pipeline.rank]
+            result = pipeline.step(*args, **keywords)
+            return [loss.item() for loss in result.losses], pipeline.stages[0].modules[0].weight.grad.item()
+
+    assert on_ranks(3, case) == [([21.0] * 6, 12.0)] * 3
+
+
 class Adding(nn.Module):
     """A layer with a loss of its own; the first one hands its input past all others to the last one."""
 
@@ -338,7 +362,7 @@ def test_replicas_take_numbers_from_1_to_40_in_random_order(name):
     assert_as_alone(numbers, *on_replicas(name, numbers))
 
 
-@pytest.mark.parametrize("shard", ["full", "optimizer"])
+@pytest.mark.parametrize("shard", [pytest.param("full", marks=pytest.mark.slow), "optimizer"])
 @pytest.mark.parametrize("schedule", ["1f1b", build("1f1b", ranks=2, microbatches=M)], ids=["family", "whole"])
 def test_shards_take_any_number(shard, schedule):
     numbers = [4, 6, 1]
@@ -586,6 +610,7 @@ def test_a_step_takes_a_number_in_place_of_a_size():
 # ---- planning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe-v"])
 def test_a_large_program_is_planned_beside_the_steps_and_rounds_run_meanwhile(name, monkeypatch):
     monkeypatch.setattr(step_programs, "ROWS_PLANNED_AT_ONCE", 0)
