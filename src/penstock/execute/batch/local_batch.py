@@ -35,6 +35,10 @@ class StepRequest:
     """Why this rank cannot run the step; then all ranks refuse it and are told."""
 
 
+Digests = tuple[int, int, int]
+"""Digests of the layouts of inputs, keyword arguments and target; 0 for what was not given."""
+MAX_LAYOUTS = 256
+"""Number of batch layouts whose first microbatches are remembered."""
 _Part = TypeVar("_Part", StepRequest, Microbatch)
 
 
@@ -46,9 +50,8 @@ class Batch:
     """Microbatches with the parts of the batch that this rank was given."""
     slices: list[list[Microbatch]] = field(default_factory=list)
     """Slices of each microbatch; the microbatch itself where it is not cut."""
-    digests: tuple[int, int, int] = (0, 0, 0)
-    """Digests of the layouts of inputs, keyword arguments and target; 0 for what was not given."""
-    first_microbatch: tuple[int, int, int] = (0, 0, 0)
+    digests: Digests = (0, 0, 0)
+    first_microbatch: Digests = (0, 0, 0)
     """Digests of the layouts of these parts of the first microbatch; 0 also where others may be of another layout."""
     uncut_rows: Sequence[tuple[int, str]] = ()
     """Pairs (rows, why a batch of so many is refused), where nothing tells the rows of the batch here."""
@@ -88,6 +91,8 @@ class BatchCutter:
     """Returns the number of training steps that have succeeded."""
     require_program: Callable[[Mode, int], object] = lambda mode, num_microbatches: None
     """Raises a PenstockError where a mode has no program for a number of microbatches."""
+    _first_microbatches: dict[tuple[bool, Digests], Digests] = field(default_factory=dict)
+    """Digests of first microbatches, by whether the step trains and the digests of the batch."""
 
     def cut(self, call: StepRequest, mode: Mode) -> Batch:
         """Return the cut batch of this rank; of a stream, its first microbatch.
@@ -154,13 +159,22 @@ class BatchCutter:
         self.require_program(mode, len(microbatches))
         values = flatten((call.args, dict(call.kwargs), call.target))[0]
         data, has_rows = self._bind(call), any(microbatch.size for microbatch in microbatches)
-        # The parts of a PreSplit may be of a layout each.
-        tells_others = not any(isinstance(value, PreSplit) for value in values)
+        digests = _digests(own_rule, data, form)
+        key = mode.is_training, digests
+        first_microbatch = self._first_microbatches.get(key)
+        if first_microbatch is None:
+            # The layout of the batch says that of its first microbatch, so this is for new layouts alone. The parts of
+            # a PreSplit may be of a layout each.
+            tells_others = not any(isinstance(value, PreSplit) for value in values)
+            first_microbatch = _digests(_one_of(own_rule), microbatches[0], form) if tells_others else (0, 0, 0)
+            self._first_microbatches[key] = first_microbatch
+            if len(self._first_microbatches) > MAX_LAYOUTS:
+                del self._first_microbatches[next(iter(self._first_microbatches))]
         return Batch(
             microbatches,
             list(map(self.rule.slices, microbatches)),
-            _digests(own_rule, data, form),
-            _digests(_one_of(own_rule), microbatches[0], form) if tells_others else (0, 0, 0),
+            digests,
+            first_microbatch,
             () if has_rows else list(rule.uncut_rows(call.args, call.kwargs, call.target).items()),
             number=_number_of(call, own_rule),
             data=data,
@@ -270,7 +284,7 @@ def _one_of(rule: BatchRule) -> BatchRule:
     return replace(rule, num_microbatches=1, microbatch_size=None)
 
 
-def _digests(rule: BatchRule, call: StepRequest | Microbatch, kind: str = "") -> tuple[int, int, int]:
+def _digests(rule: BatchRule, call: StepRequest | Microbatch, kind: str = "") -> Digests:
     """Digest the layouts of inputs, keyword arguments and target; 0 stands for nothing given."""
     return (
         digest(kind + rule.signature(call.args, {}, None)) if call.args else 0,
