@@ -12,7 +12,7 @@ An error on one rank only, such as a layer that cannot be built there, must not 
 runs within the two exchanges, by which it fails on all ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -22,11 +22,9 @@ from penstock.construction_plan import Plan
 from penstock.errors import warn
 from penstock.execute.arguments import describe_function
 from penstock.execute.batch.needs import InputNeeds, batch_binding
-from penstock.execute.control.agreement import Mode
 from penstock.execute.control.handshake import AgreedFacts, SetupReport, require_equal, setup_report
 from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
-from penstock.execute.losses.grad_scaler import grad_scaler_of
 from penstock.execute.losses.loss import loss_scale, refuse_loss_parameters
 from penstock.execute.losses.step_losses import LossMaker
 from penstock.execute.own_parameters import refuse_hooks
@@ -44,65 +42,12 @@ from penstock.execute.stages.other_layers import free_other_layers
 from penstock.execute.stages.shared_builders import build_early, refuse_shared_objects
 from penstock.execute.stages.wrappers import averages_gradients, refuse_reduced_twice, refuse_wrappers, unsplittable
 from penstock.execute.transport.world import shares_process
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.ir.split_backwards import with_split_backwards
-from penstock.planning import few_microbatches, memory_demand, prove_and_lower_once
+from penstock.planning import few_microbatches
 from penstock.proofs import prove_weight_order
+from penstock.step_programs import StepPrograms
 
 _LOOKING_BACK = (nn.MultiheadAttention, nn.RNNBase)
 """Layers that need more of the sequence than the slice at hand, and cannot carry it by themselves."""
-
-
-class Programs:
-    """The program of each mode of a pipeline; lowered and proved when it is asked for."""
-
-    def __init__(self, plan: Plan, tied_groups: Sequence[Sequence[int]], units: Units) -> None:
-        """Lower what training runs."""
-        self._plan = plan
-        self._tied_groups = tied_groups
-        self._sharding = replace(plan.sharding, units=units)
-        self.training = self._lowered(plan.orders)
-
-    def of(self, mode: Mode, num_microbatches: int, most_microbatches: int) -> Program:
-        """Return the program of a mode for the microbatches of this replica; `most_microbatches` is of all replicas.
-
-        An evaluation may have fewer microbatches than the schedule. Then the program gathers sharded weights as often
-        as that of the replica with the most microbatches, since a gather is a collective of all replicas. Where their
-        number follows from their size, each number has a schedule of its own in training.
-
-        Raises:
-            ScheduleError, ConfigError: there is no such schedule, or no memory for it.
-        """
-        schedule = self._plan.schedule
-        match mode:
-            case Mode.TRAIN if num_microbatches == schedule.num_microbatches:
-                return self.training
-            case Mode.TRAIN:
-                return self._lowered(self._plan.schedule_of(num_microbatches))
-            case Mode.TRAIN_SPLIT:
-                return self._lowered(with_split_backwards(self._plan.schedule_of(num_microbatches)))
-        num_usual = schedule.num_microbatches
-        if most_microbatches == num_usual:
-            program = self.training if self.training.is_forward_only else self._lowered(schedule.forward_only())
-        else:
-            # An evaluation may have any number, also one for which the family has no schedule, such as an odd one.
-            whole = self._plan.schedule_of(num_usual * -(-most_microbatches // num_usual))
-            program = self._lowered(whole.forward_only().first_microbatches(most_microbatches))
-        return program if num_microbatches == most_microbatches else program.first_microbatches(num_microbatches)
-
-    def _lowered(self, schedule: Schedule | Program) -> Program:
-        options = self._plan.options
-        has_scaler = grad_scaler_of(options.scale_loss) is not None  # its ranks agree where optimizers step
-        return prove_and_lower_once(
-            schedule,
-            memory_demand(options.memory_limit, options.costs, schedule, self._plan.layers_of_stage),
-            tied_groups=self._tied_groups,
-            optimizer_step=has_scaler or options.optimizer_step is not None,
-            sharding=self._sharding,
-            messages=options.transport_model.name,
-            offload=() if schedule.is_forward_only else options.offload,
-        )
 
 
 def construct(joined: Joined, make_plan: Callable[[], Plan]) -> tuple[Runner, list[SetupReport]]:
@@ -267,7 +212,7 @@ def _session_of(
         layers_of_stage=plan.layers_of_stage,
         layer_names=plan.layer_names,
         layer_weights=plan.layer_weights,
-        program_of=Programs(plan, assembly.tied_groups, units).of,
+        programs=StepPrograms(plan, assembly.tied_groups, units),
         assembly=assembly,
         parameters=RankParameters(joined.control, plan.device, assembly, options),
         losses=LossMaker(

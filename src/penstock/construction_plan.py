@@ -140,22 +140,22 @@ class Plan:
         )
         return self
 
-    def schedule_of(self, num_microbatches: int) -> Schedule:
-        """Return the schedule for a number of microbatches that a batch makes by their size.
+    def schedule_of(self, num_microbatches: int) -> Schedule | None:
+        """Return the schedule of the family for a number of microbatches; None where the pipeline has none.
+
+        It has none where its schedule was given whole, or where the family places stages otherwise for this number, or
+        splits other backwards. Then the schedule that the pipeline was made for runs in rounds.
 
         Raises:
-            ConfigError: its family has none, or places its stages otherwise then, or splits other backwards.
+            ConfigError: the family takes no such number; the message says which it takes.
         """
-        if num_microbatches == self.schedule.num_microbatches or self._make_orders is None:
+        if num_microbatches == self.schedule.num_microbatches:
             return self.schedule
+        if self._make_orders is None:
+            return None
         schedule = self._make_orders(num_microbatches).actions()
-        if schedule.placement != self.schedule.placement or schedule.split_stages != self.schedule.split_stages:
-            raise ConfigError(
-                f"{num_microbatches} of them make {schedule.name} another schedule than the pipeline was made for: "
-                "stages are in other places, or other backwards in two parts; make a pipeline for this number",
-                key="microbatches",
-            )
-        return schedule
+        is_alike = schedule.placement == self.schedule.placement and schedule.split_stages == self.schedule.split_stages
+        return schedule if is_alike else None
 
     def setup(self) -> dict[str, str | None]:
         """Return the settings of this rank that must be equal on all ranks, as texts, for the ranks to compare.

@@ -135,6 +135,7 @@ class Pipeline(ModelPart):
         self,
         *args: Any,
         target: Any = None,
+        microbatches: int | None = None,
         return_outputs: bool | Collection[int] = False,
         record: bool = False,
         **kwargs: Any,
@@ -147,11 +148,15 @@ class Pipeline(ModelPart):
         another, each pulled when it is needed. With `return_outputs` the outputs of all routes are on the rank of the
         first route's last stage, or on the ranks that it names. `record` measures the step (`timeline`).
 
+        `microbatches` cuts this batch into another number of them than the pipeline's: alike on every rank that is
+        given a part of the batch. A family is planned for it, and a schedule that was given whole runs in rounds.
+
         Raises:
             PipelineError: on every rank, if the step fails on any. The next step may be run after it; until then
                 gradients hold a part of the failed batch, so zero them.
         """
-        return self._runner.run(Mode.TRAIN, StepRequest(args, kwargs, target, return_outputs, _extra(record)))
+        request = StepRequest(args, kwargs, target, return_outputs, _extra(record), microbatches)
+        return self._runner.run(Mode.TRAIN, request)
 
     def no_sync(self, *, tied: bool = True) -> AbstractContextManager[None]:
         """Within it, steps add up gradients and reduce none over replicas: of a mesh, in DDP or in `reduce_stage`.
@@ -166,15 +171,18 @@ class Pipeline(ModelPart):
         self,
         *args: Any,
         target: Any = None,
+        microbatches: int | None = None,
         return_outputs: bool | Collection[int] = False,
         record: bool = False,
         **kwargs: Any,
     ) -> StepResult:
         """Run the forwards of one batch without gradients, layers in evaluation mode; it changes nothing.
 
-        A batch may have any number of rows: fewer than microbatches make a microbatch each.
+        A batch may have any number of rows: fewer than microbatches make a microbatch each. `microbatches` may be any
+        number, as in `step`.
         """
-        return self._runner.run(Mode.EVALUATE, StepRequest(args, kwargs, target, return_outputs, _extra(record)))
+        request = StepRequest(args, kwargs, target, return_outputs, _extra(record), microbatches)
+        return self._runner.run(Mode.EVALUATE, request)
 
     def refuse(self, error: PenstockError, mode: Mode = Mode.TRAIN) -> NoReturn:
         """Refuse the step that the other ranks begin now, because this rank cannot run it; they are told why.
@@ -189,15 +197,23 @@ class Pipeline(ModelPart):
             self._runner.run(mode, StepRequest(refusal=error))
         raise AssertionError("a refused step does not run")
 
-    def profile(self, *args: Any, target: Any = None, split_backwards: bool = False, **kwargs: Any) -> Timeline:
+    def profile(
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: int | None = None,
+        split_backwards: bool = False,
+        **kwargs: Any,
+    ) -> Timeline:
         """Run one training step and return its measured timeline, the same on every rank.
 
         `split_backwards` runs every whole backward as its two parts, one right after the other, to measure them.
+        `microbatches` is that of `step`.
         """
         mode = self._training_mode(split_backwards=split_backwards)
         # A recorded step, and so by its name: other ranks may call step(record=True).
         with self.control.calls.entering(Mode.TRAIN.value, pipeline=self.control.pipeline_number):
-            self._runner.run(mode, StepRequest(args, kwargs, target, extra=Extra.RECORDING))
+            self._runner.run(mode, StepRequest(args, kwargs, target, extra=Extra.RECORDING, microbatches=microbatches))
         if self.timeline is None:
             text = "the step ran, but was not recorded: the log (logger penstock) of a rank says why"
             raise self._runner.error(text)
@@ -208,36 +224,41 @@ class Pipeline(ModelPart):
         self,
         *args: Any,
         target: Any = None,
+        microbatches: int | None = None,
         optimizer: Optimizer | None = None,
         split_backwards: bool = False,
         **kwargs: Any,
     ) -> MemoryReport:
         """Run one training step and return what every rank held meanwhile, the same on every rank.
 
-        `optimizer` is this rank's; `split_backwards` is that of `profile`. On a GPU, torch's peak counters are reset.
+        `microbatches` is that of `step`, `split_backwards` that of `profile`; `optimizer` is this rank's. On a GPU,
+        torch's peak counters are reset.
         """
         queue, parameters = device_queue_of(self.transport), self._session.parameters
         memory = MemoryWatch(self.stages, self.device, optimizer, queue, parameters)
         mode = self._training_mode(split_backwards=split_backwards)
-        result = self._runner.run(mode, StepRequest(args, kwargs, target, extra=Extra.MEMORY), memory)
-        number = len(result.losses)
-        program, layers = self._session.program_of(mode, number, number), self.layers_of_stage
+        request = StepRequest(args, kwargs, target, extra=Extra.MEMORY, microbatches=microbatches)
+        result = self._runner.run(mode, request, memory)
+        program, layers = self._runner.program, self.layers_of_stage
         predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self.options.is_sharded else 1)
         return gather_memory(self.transport, memory, result, predict)
 
     @collective
-    def find_not_finite(self, *args: Any, target: Any = None, **kwargs: Any) -> str:
+    def find_not_finite(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> str:
         """Run one training step and say where its first value that is not finite was made; empty if all are finite.
 
         The text names rank, stage, microbatch and tensor, the same on every rank. A gradient that was not finite before
         the step is named as such, instead of what the step makes. Gradients hold a part of the batch afterwards, so
-        zero them, before this call too. It waits for the device at every value, which takes time.
+        zero them, before this call too. It waits for the device at every value, which takes time. `microbatches` is
+        that of `step`.
 
         Raises:
             PipelineError: on every rank, if the step fails for another reason.
         """
         try:
-            self._runner.run(Mode.TRAIN, StepRequest(args, kwargs, target, extra=Extra.VALUES))
+            self._runner.run(
+                Mode.TRAIN, StepRequest(args, kwargs, target, extra=Extra.VALUES, microbatches=microbatches)
+            )
         except PipelineError as error:
             if not error.finding:
                 raise

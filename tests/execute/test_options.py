@@ -8,7 +8,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec, Concat, Replicate, Split, Sum
-from penstock.execute.batch.stream import StreamRules
+from penstock.execute.batch.reader import StreamRules
 from penstock.execute.options import PipelineOptions, refuse_unknown, split_options
 from penstock.schedules import build
 

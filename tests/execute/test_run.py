@@ -10,6 +10,7 @@ from torch import nn
 from penstock.errors import PipelineError
 from penstock.execute.control.agreement import Mode
 from penstock.execute.lost_device import living_instances
+from penstock.execute.session import ProgramKey
 from penstock.execute.stages.passes import SavedForward
 from penstock.ir.action import OverlappedPair
 from penstock.ir.schedule import Schedule
@@ -104,9 +105,9 @@ def test_what_a_program_does_not_free_is_an_error():
     task = float_task(4)
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss)
     runner, program = pipeline._runner, pipeline.program
-    compiled = runner._programs.of(Mode.TRAIN, 2)
+    compiled = runner._programs.of(ProgramKey(Mode.TRAIN, 2, 2))
     bounds = [bound for bound in compiled.bounds if "0B1" not in str(program.instruction(bound.row))]
-    runner._programs._compiled[Mode.TRAIN, 2, 2] = replace(compiled, bounds=bounds)
+    runner._programs._compiled[ProgramKey(Mode.TRAIN, 2, 2), False] = replace(compiled, bounds=bounds)
 
     error = error_of(step_task, pipeline, task)
 

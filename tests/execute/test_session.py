@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from penstock.execute.control.agreement import Mode
-from penstock.execute.session import Session
+from penstock.execute.session import ProgramKey, Session
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import float_task, step_task
 
@@ -16,4 +16,4 @@ def test_a_step_replaces_nothing_of_a_session():
         step_task(pipeline, task)
 
         assert all(getattr(session, name) is value for name, value in before.items())
-        assert session.program_of(Mode.TRAIN, 2, 2) is pipeline.program
+        assert session.programs.of(ProgramKey(Mode.TRAIN, 2, 2)) is pipeline.program

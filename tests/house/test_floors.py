@@ -31,6 +31,7 @@ ROOMS = {
     "models": (6, {0}),
     "execute": (6, {0, 1}),
     "construction_plan": (7, {0, 1, 2, 3, 4, 5, 6}),
+    "step_programs": (7, {0, 1, 2, 3, 4, 5, 6}),
     "construction": (7, {0, 1, 2, 3, 4, 5, 6}),
     "pipeline": (7, {0, 1, 2, 3, 4, 5, 6}),
     "checkpoints": (7, {0, 1, 2, 3, 4, 5, 6}),
@@ -47,6 +48,8 @@ DOORS = {
     ("pipeline", "construction"),  # it is made there
     ("pipeline", "construction_plan"),  # from what it was called with
     ("construction", "construction_plan"),  # which it begins with
+    ("construction", "step_programs"),  # it makes them
+    ("step_programs", "construction_plan"),  # by which they are planned
     ("checkpoints", "pipeline"),  # of which they are made
     ("train", "checkpoints"),  # the training loop saves and loads them
     ("train", "pipeline"),  # the training loop holds a Pipeline

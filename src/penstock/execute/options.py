@@ -11,7 +11,7 @@ from penstock.execute.arguments import TIME_RULE, is_time, is_whole_number, requ
 from penstock.execute.backend import find_backend
 from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.microbatch import BatchSpec, is_merge_spec
-from penstock.execute.batch.stream import StreamRules
+from penstock.execute.batch.reader import StreamRules
 from penstock.execute.losses.loss import Count, Scale
 from penstock.execute.observing.clock import Clock
 from penstock.execute.observing.observer import Observer

@@ -3,7 +3,7 @@
 Any error on the way ends the step on all ranks, as one error, and leaves nothing of it behind.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -30,13 +30,14 @@ from penstock.execute.observing.selection import Observers
 from penstock.execute.outputs import collect_outputs, merged_outputs, ranks_of_outputs
 from penstock.execute.parameters.tied import copy_digests
 from penstock.execute.run import run_step
-from penstock.execute.session import Session
+from penstock.execute.session import ProgramKey, Session
 from penstock.execute.stages.auxiliary import Auxiliary
 from penstock.execute.stages.evaluation import evaluating
 from penstock.execute.stages.feature import modules_with
 from penstock.execute.step import Step
 from penstock.execute.transport.messages import Messenger
 from penstock.execute.values.tree import flatten
+from penstock.ir.program import Program
 
 
 class Runner:
@@ -113,7 +114,7 @@ class Runner:
             copies_for(places.pipeline, needs, rule.slices, one_stream=options.one_stream),
             options.clock.read,
             num_steps=lambda: self.step_number,
-            require_program=self._programs.of,
+            require_program=self._programs.require,
         )
 
     def run(self, mode: Mode, call: StepRequest, memory: MemoryWatch | None = None) -> StepResult:
@@ -135,7 +136,8 @@ class Runner:
             raise closed_error(session.places)
         # An error in the agreement below names what the other ranks run, by the program that was asked for last. So
         # this rank asks for the program of the usual number of microbatches first.
-        self._programs.of(mode, session.schedule.num_microbatches)
+        num_usual = session.schedule.num_microbatches
+        self._programs.of(ProgramKey(mode, num_usual, num_usual))
         with self._failing_together():
             # 1. After a failed step, `begin` lets all ranks meet again. A rank that tried a step alone since then has
             # noted layouts of messages that the other ranks never saw, so all ranks forget theirs.
@@ -149,7 +151,10 @@ class Runner:
             agreed, batch = self._admit(mode, call)
             num_microbatches = len(batch.microbatches)
             most_microbatches = max(num_microbatches, agreed.most_microbatches if options.is_sharded else 0)
-            compiled = self._programs.of(mode, num_microbatches, most_microbatches)
+            is_planned = mode is Mode.TRAIN and num_microbatches in agreed.planned
+            key = ProgramKey(mode, num_microbatches, most_microbatches)
+            compiled = self._programs.of(key, is_planned=is_planned)
+            self._begin_messages(agreed, batch, compiled.program, call.extra)
             # 3. From here on the step alone holds the data, so that it can free them early.
             step = self._make_step(agreed, batch)
             compiling = self._compilations.in_step(agreed, flatten((call.args, call.target))[0])
@@ -180,6 +185,11 @@ class Runner:
         if recorder is not None:
             self.recording = recorder.recording and self._described(recorder.recording)
         return replace(result, outputs=outputs, data_times=None if step.prefetcher is None else step.prefetcher.times)
+
+    @property
+    def program(self) -> Program:
+        """The program of the step that ran last, or of a training step."""
+        return self._programs.active or self.session.program
 
     def error(self, text: str) -> PipelineError:
         """Return an error of this rank, whose name the text begins with."""
@@ -226,6 +236,8 @@ class Runner:
             attempt=self._num_attempts,
             step_number=self.step_number if options.seed is not None and is_training else 0,
             num_compilations=self._compilations.num_reported(),
+            planned=self.session.programs.planned(),
+            has_alike_layouts=self._messenger.layouts.are_alike,
             **parameters.proposed(is_training=is_training),
         )
         # From the largest of all ranks: one that tried a step alone is ahead, and its number must not come twice, or a
@@ -233,10 +245,19 @@ class Runner:
         self._num_attempts = agreed.attempt + 1
         if is_training:
             parameters.agree_on_tied(agreed.trained)
-        # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
-        is_ahead = self._may_run_ahead and options.overlap is None and call.extra is not Extra.RECORDING
-        self._messenger.begin(agreed.signature, follows=is_ahead)
         return agreed, batch
+
+    def _begin_messages(self, agreed: AgreedStep, batch: Batch, program: Program, extra: Extra) -> None:
+        """Start the messages of a step, whose microbatches are told apart where their layouts are not known yet."""
+        kinds: Sequence[str] = ()
+        if agreed.first_microbatch and not self._messenger.layouts.knows(agreed.signature):
+            kinds = [
+                f"{agreed.first_microbatch} {route} {[(part.size, part.length) for part in slices]}"
+                for route, slices in zip(program.route_of_microbatch.tolist(), batch.slices, strict=True)
+            ]
+        # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
+        is_ahead = self._may_run_ahead and self.session.options.overlap is None and extra is not Extra.RECORDING
+        self._messenger.begin(agreed.signature, kinds, follows=is_ahead)
 
     def _make_step(self, agreed: AgreedStep, batch: Batch) -> Step:
         return Step(

@@ -1,7 +1,8 @@
 """`Session`: all that one rank has of a pipeline, as construction hands it to the `Runner`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +18,29 @@ from penstock.execute.transport.places import Places
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 
+MOST_PROGRAMS = 16
+"""Number of programs of a pipeline that are kept, those that ran last: each has one number of microbatches."""
+
+
+class ProgramKey(NamedTuple):
+    """The kind of step that a program is for."""
+
+    mode: Mode
+    num_microbatches: int
+    """Number of microbatches of this replica."""
+    most_microbatches: int
+    """Number of microbatches of the replica that has most; in an evaluation of few rows others have fewer."""
+
+
+class ProgramSource(Protocol):
+    """The programs of a pipeline, for any number of microbatches."""
+
+    def of(self, key: ProgramKey, *, is_planned: bool = False) -> Program:
+        """Return the program of a kind of step; where it `is_planned`, the one of `planned`."""
+
+    def planned(self) -> tuple[int, ...]:
+        """Return the numbers for which a better program of training has been planned beside the steps."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Session:
@@ -31,8 +55,7 @@ class Session:
     layer_names: Sequence[str]
     layer_weights: Sequence[float]
     """The relative cost of each layer, by which the layers were split."""
-    program_of: Callable[[Mode, int, int], Program]
-    """The program of a mode on so many microbatches, where a replica has at most so many; asked once for each."""
+    programs: ProgramSource
     assembly: Assembly
     parameters: RankParameters
     losses: LossMaker
@@ -45,4 +68,4 @@ class Session:
     def program(self) -> Program:
         """The program of a training step."""
         number = self.schedule.num_microbatches
-        return self.program_of(Mode.TRAIN, number, number)
+        return self.programs.of(ProgramKey(Mode.TRAIN, number, number))

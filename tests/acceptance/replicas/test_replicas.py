@@ -11,6 +11,7 @@ from torch import nn
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.execute.control.agreement import Mode
+from penstock.execute.session import ProgramKey
 from penstock.execute.transport.protocol import Tag
 from tests.support.local_pipelines import (
     IGNORED,
@@ -451,7 +452,7 @@ def test_backwards_run_while_a_reduction_is_under_way():
 
     def bounds(own, inputs, target):
         own.step(inputs, target=target)
-        found = own._runner._programs.of(Mode.TRAIN, MICROBATCHES).bounds
+        found = own._runner._programs.of(ProgramKey(Mode.TRAIN, MICROBATCHES, MICROBATCHES)).bounds
         return [(str(own.program.instruction(bound.row)), bound.awaits is None) for bound in found]
 
     calls = on_pipelines(Job([8, 8]), "interleaved-1f1b", bounds, stages_per_rank=2)[1]

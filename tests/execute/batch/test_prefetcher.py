@@ -4,7 +4,7 @@ import pytest
 
 from penstock.execute.batch.microbatch import Microbatch, without_data
 from penstock.execute.batch.prefetcher import Prefetcher
-from penstock.execute.batch.stream import DataTimes
+from penstock.execute.batch.reader import DataTimes
 from penstock.ir.timeline import DataWait
 
 

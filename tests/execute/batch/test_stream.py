@@ -1,13 +1,11 @@
-"""A stream gives each microbatch once and loses none to a failed attempt; a reader holds later ones to the first;
-the data of a step are pulled in order, and dropped but for their sizes."""
+"""A stream gives each microbatch once and loses none to a failed attempt."""
 
 import pytest
 import torch
 
 from penstock.errors import ConfigError, EndOfData, PipelineError
-from penstock.execute.batch.cutting import BatchRule
 from penstock.execute.batch.preprocessing import StreamContext
-from penstock.execute.batch.stream import Part, Reader, Stream, StreamRules
+from penstock.execute.batch.stream import Part, Stream
 from tests.support.local_pipelines import error_of
 
 
@@ -127,14 +125,11 @@ def test_the_context_of_a_preprocess_is_that_of_its_step_after_a_refused_and_a_f
 
 
 @pytest.mark.parametrize("item", [torch.zeros(2), (torch.zeros(2),), {"x": 1}, None])
-def test_what_is_no_microbatch_no_stream_or_no_rule_for_one_is_an_error_that_says_what_is(item):
+def test_what_is_no_microbatch_or_no_stream_is_an_error_that_says_what_is(item):
     with pytest.raises(PipelineError, match=r"expected a tuple or list .* or ps.Part\(input, "):
         Stream([item]).begin_step(0, context(1), READ)
     with pytest.raises(ConfigError, match="5 of type int gives no microbatches"):
         Stream(5)
-    reader = Reader(Stream([item]), 0, context(1), BatchRule(1), StreamRules(has_count=True), read=READ)
-    with pytest.raises(PipelineError, match="count weighs microbatches by their targets"):
-        reader.begin()  # before anything is pulled
 
 
 def test_a_layout_tells_everything_that_may_decide_a_shape_and_no_value_of_a_tensor_or_number():
@@ -146,68 +141,46 @@ def test_a_layout_tells_everything_that_may_decide_a_shape_and_no_value_of_a_ten
     assert Part(None).layout() == "empty"
 
 
-# ---- one step's way through a stream
+def begun(stream, asked=None):
+    """Begin a step of the number that the stream says, and return the number."""
+    number = stream.number_of_step(asked)
+    stream.begin_step(0, context(number), READ)
+    return number
 
 
-def item(rows, length=4):
-    return torch.zeros(rows, length), torch.zeros(rows, length)
+def test_a_stream_says_how_many_each_step_takes_and_again_after_a_refused_one():
+    stream = Stream([("a", "x")] * 9, microbatches=iter([2, 3, 4]))
+
+    assert begun(stream) == 2
+    stream.undo_begin()
+    assert begun(stream) == 2
+    assert begun(stream) == 3  # the step before it failed: what it had left is passed over
+    assert stream.position == 2
+    stream.undo_begin()
+    stream.number_of_step(None)
+    stream.undo_begin()  # refused before it was begun
+    assert begun(stream) == 3
+    assert begun(stream) == 4
+    assert stream.position == 5
+    with pytest.raises(EndOfData, match="microbatches= have all been used"):
+        stream.number_of_step(None)
 
 
-def reader_of(items, *, rule=None, read=lambda: 0.0, **rules):
-    reader = Reader(
-        Stream(items), 1, context(len(items)), rule or BatchRule(len(items)), StreamRules(**rules), read=read
-    )
-    reader.begin()
-    return reader
+def test_a_stream_without_numbers_takes_what_a_step_asks_for():
+    stream = Stream([("a", "x")] * 9)
+
+    assert stream.number_of_step(None) is None
+    assert begun(stream, 3) == 3
+    assert begun(stream, 2) == 2
+    assert stream.position == 3
 
 
-def test_microbatches_come_numbered_and_cut():
-    reader = reader_of([item(2)] * 3, rule=BatchRule(3, num_slices=2))
-
-    taken = [reader.next(index) for index in range(3)]
-
-    assert [[(each.index, each.slice, each.size, each.length) for each in slices] for _, slices in taken] == [
-        [(index, 0, 2, 2), (index, 1, 2, 2)] for index in range(3)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("second", "rules", "text"),
-    [
-        (item(2, 6), {"num_slices": 2, "has_variable_shapes": True}, r"slices of \[3, 3\], .* of \[2, 2\]"),
-        (item(3), {}, r"variable_shapes=True and reduction='sum': a mean needs all sizes"),
-        (item(3), {"is_sum": True}, r"create the pipeline with variable_shapes=True$"),
-        (item(2, 5), {}, r"create the pipeline with variable_shapes=True$"),
-        (item(3), {"has_variable_shapes": True}, r"has 3 rows, microbatch 0 of the step had 2 rows"),
-    ],
-)
-def test_a_microbatch_that_is_not_like_the_first_is_an_error_with_the_way_out(second, rules, text):
-    num_slices = rules.get("num_slices", 1)
-    rules = {name: value for name, value in rules.items() if name != "num_slices"}
-    reader = reader_of([item(2), second], rule=BatchRule(2, num_slices=num_slices), **rules)
-    reader.next(0)
-
-    with pytest.raises(PipelineError, match=text):
-        reader.next(1)
-
-
-@pytest.mark.parametrize(
-    ("second", "rules"), [(item(2, 5), {}), (item(3), {"is_sum": True}), (item(1, 1), {"is_sum": True})]
-)
-def test_shapes_that_may_vary_do(second, rules):
-    reader = reader_of([item(2), second], has_variable_shapes=True, **rules)
-
-    assert [reader.next(index)[0].args[0].shape for index in range(2)] == [(2, 4), second[0].shape]
-
-
-def test_a_wait_of_a_step_that_was_refused_is_none_of_the_next_one():
-    stream = Stream([item(2)] * 2)
-    readers = [Reader(stream, 1, context(2), BatchRule(2), StreamRules(), read=lambda: 0.0) for _ in range(2)]
-    readers[0].begin()
+def test_a_refusal_before_a_step_begins_leaves_what_the_failed_step_before_it_has_left_to_be_passed_over():
+    stream = Stream([("a", "x"), ("b", "x"), ("c", "x")])
+    begun(stream, 2)  # and fails
+    stream.number_of_step(1)
     stream.undo_begin()
 
-    readers[1].begin()
-    for index in range(2):
-        readers[1].next(index)
+    begun(stream, 1)
 
-    assert [wait.microbatch for wait in readers[1].waits] == [1]
+    assert stream.take().part.args == ("c",)

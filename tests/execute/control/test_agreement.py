@@ -69,6 +69,32 @@ def test_ranks_that_do_not_differ_agree_and_go_on_at_the_later_attempt(first, se
     assert agreed.signature == AgreedStep.of([first, first]).signature
 
 
+def test_ranks_agree_on_a_number_of_microbatches_and_on_what_all_have_planned():
+    first = StepProposal(mode=Mode.TRAIN, inputs=11, microbatches=6, planned=(9, 6), first_microbatch=(5, 0, 0))
+    last = StepProposal(mode=Mode.TRAIN, target=22, microbatches=6, planned=(6,), first_microbatch=(0, 0, 7))
+
+    for proposals in agreements(first, replace(NOTHING, planned=(6, 9)), last):
+        agreed = AgreedStep.of(proposals)
+        assert (agreed.asked_microbatches, agreed.planned) == (6, {6})
+        assert agreed.first_microbatch == "TRAIN 5 0 7 0"
+
+
+@pytest.mark.parametrize("change", [{"has_alike_layouts": False}, {"inputs": 11}], ids=["seen to differ", "unknown"])
+def test_microbatches_are_no_kind_where_a_rank_knows_of_others(change):
+    proposals = [StepProposal(mode=Mode.TRAIN, target=22, first_microbatch=(0, 0, 7)), replace(NOTHING, **change)]
+
+    assert AgreedStep.of(proposals).first_microbatch == ""
+    assert AgreedStep.of([proposals[0], NOTHING]).first_microbatch == "TRAIN 0 0 7 0"
+
+
+def test_a_number_that_follows_from_a_size_is_none_that_ranks_are_told():
+    sized = replace(GIVEN, microbatches="those of microbatch_size = 2")
+
+    assert AgreedStep.of([NOTHING, sized]).asked_microbatches is None
+    for error in refusals(replace(GIVEN, microbatches=4), sized):
+        assert "the ranks disagree on microbatches: rank 0 has 4, rank 1 has those of microbatch_size = 2" in str(error)
+
+
 def test_everything_that_is_proposed_survives_the_exchange():
     large = 2**56 - 1
     full = StepProposal(

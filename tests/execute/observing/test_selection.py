@@ -7,6 +7,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.execute.control.agreement import Mode
 from penstock.execute.observing.log import message_log
+from penstock.execute.session import ProgramKey
 from penstock.pipeline import Pipeline
 from tests.execute.test_overlap import backward_first
 from tests.execute.test_run import PAIRS
@@ -16,7 +17,7 @@ from tests.support.local_pipelines import difference, error_of, float_task, on_p
 def test_what_is_off_costs_nothing():
     task = float_task(4)
     pipeline = Pipeline(task.make_layers(), "gpipe", 2, task.loss, run_ahead=3)
-    compiled = pipeline._runner._programs.of(Mode.TRAIN, 2)
+    compiled = pipeline._runner._programs.of(ProgramKey(Mode.TRAIN, 2, 2))
 
     assert pipeline._runner._observers.of_all_steps == []
     assert pipeline._runner._observers.messages is pipeline.transport

@@ -1,5 +1,7 @@
 """Replicas agree on a step in one gather each along both dimensions, or refuse it together."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import EndOfData, StepRefused
@@ -17,6 +19,7 @@ def agreed_on(places, proposal, weight, values=()):
 def test_weights_add_up_and_the_step_is_that_of_the_job():
     def case(places):
         proposal = StepProposal(mode=Mode.TRAIN, attempt=places.replica, inputs=places.replica + 1, num_compilations=1)
+        proposal = replace(proposal, planned=(5, 6 + places.replica))
         weight = BatchWeight(8.0 + places.replica, 3.0, 4)
         return agreed_on(places, proposal, weight)
 
@@ -26,6 +29,7 @@ def test_weights_add_up_and_the_step_is_that_of_the_job():
         assert agreed.weight == BatchWeight(27.0, 9.0, 12)
         assert agreed.most_microbatches == 4
         assert agreed.attempt == 2
+        assert agreed.planned == {5}  # reductions over replicas come in the order of the program
         assert agreed.compilations == [1] * 6
     assert len({agreed.job_signature for agreed in ranks}) == 1
     assert len({agreed.signature for agreed in ranks}) == 3

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PipelineError
-from penstock.execute.transport.agreed_layouts import AgreedLayouts
+from penstock.execute.transport.agreed_layouts import MAX_LAYOUTS, AgreedLayouts
 from penstock.pipeline import Pipeline
 from tests.support.local_pipelines import WIDTH, error_of, float_layers, on_ranks, square_loss, values, zero
 from tests.support.using import Using
@@ -100,3 +100,57 @@ def test_outputs_that_differ_in_a_floating_point_type_alone_point_at_autocast(be
     assert isinstance(error, PipelineError)
     assert ("Run every step within torch.autocast of the same type, or none" in str(error)) is names_autocast
     assert str(error).endswith("; or create the pipeline with variable_shapes=True")
+
+
+# ---- by the kind of microbatch
+
+
+def step_of_kinds(layouts, signature, kinds, output_of=lambda index: torch.zeros(2)):
+    """Run a step of one stage with microbatches of these kinds; return whether its layouts were known."""
+    layouts.begin(signature, kinds)
+    was_known = layouts.is_static
+    for index in range(len(kinds)):
+        layouts.note_outputs((1, index, 0), output_of(index), f"1F{index}")
+    layouts.finish()
+    return was_known
+
+
+def test_another_number_of_known_microbatches_is_known():
+    layouts = AgreedLayouts(0, has_variable_shapes=False)
+
+    known = [step_of_kinds(layouts, str(kinds), kinds) for kinds in ("aa", "aaaa", "aab", "b", "aba", "aa")]
+
+    assert known == [False, True, False, True, True, True]
+    assert layouts.are_alike
+    assert len(layouts.produced) == 2
+
+
+def test_without_kinds_each_batch_is_learnt():
+    layouts = AgreedLayouts(0, has_variable_shapes=False)
+    step_of(layouts, "two", {FIRST: torch.zeros(2)})
+
+    layouts.begin("three")
+
+    assert not layouts.is_static
+    assert layouts.knows("two")
+    assert not layouts.knows("three")
+
+
+def test_microbatches_of_a_kind_that_differ_are_noticed_until_all_is_forgotten():
+    layouts = AgreedLayouts(0, has_variable_shapes=False)
+
+    assert not step_of_kinds(layouts, "two", "aa", lambda index: torch.zeros(2 + index))
+    assert not layouts.are_alike
+    layouts.forget()
+
+    assert layouts.are_alike
+    assert not step_of_kinds(layouts, "three", "aaa")
+
+
+def test_the_kinds_that_ran_last_are_remembered():
+    layouts = AgreedLayouts(0, has_variable_shapes=False)
+    for number in range(MAX_LAYOUTS + 1):
+        step_of_kinds(layouts, f"batch {number}", [f"kind {max(number, 1)}", "kind 0"])
+
+    assert step_of_kinds(layouts, "known", ["kind 0", "kind 2"])
+    assert not step_of_kinds(layouts, "forgotten", ["kind 1"])

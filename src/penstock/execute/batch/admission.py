@@ -78,6 +78,8 @@ class Admission:
             target=local_batch.digests[2] or None,
             sizes=_unless_zero([microbatch.size for microbatch in local_batch.microbatches]),
             lengths=_unless_zero(_lengths_of(local_batch)),
+            microbatches=local_batch.number,
+            first_microbatch=local_batch.first_microbatch,
             uncut_rows=local_batch.uncut_rows,
             takes_keywords=bool(self.cutter.needs.keywords),
             takes_target=self.cutter.needs.target,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from penstock.execute.batch.host_to_device import HostToDevice
 from penstock.execute.batch.microbatch import Microbatch, without_data
-from penstock.execute.batch.stream import DataTimes, Reader
+from penstock.execute.batch.reader import DataTimes, Reader
 from penstock.ir.timeline import DataWait
 
 

@@ -1,27 +1,20 @@
-"""`Stream`: a batch that comes one microbatch after another from an iterator, each pulled when it is needed.
-
-A `Reader` takes one step's microbatches off a stream: it checks that they are alike, cuts them, and times them.
-"""
+"""`Stream`: a batch that comes one microbatch after another from an iterator, each pulled when it is needed."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import ConfigError, EndOfData, PipelineError, described, warn
-from penstock.execute.batch.cutting import BatchRule
-from penstock.execute.batch.microbatch import Microbatch
+from penstock.errors import ConfigError, EndOfData, PipelineError, described
 from penstock.execute.batch.preprocessing import Preprocess, Preprocessor, StreamContext
+from penstock.execute.batch.step_numbers import StreamNumbers
 from penstock.execute.values.layouts import leaf_text
 from penstock.execute.values.tree import flatten, map_leaves
-from penstock.ir.timeline import DataWait
 
 CopyLeaf = Callable[[Any], Any]
 """Returns a value of a microbatch in memory of its own."""
-_Cut = tuple[Microbatch, list[Microbatch]]
-"""A microbatch and its slices."""
 
 
 class Part:
@@ -53,16 +46,6 @@ class Part:
 
 
 @dataclass(slots=True)
-class DataTimes:
-    """The seconds that a rank's data cost it in one step."""
-
-    waited_s: float = 0.0
-    """Seconds until the iterator had given what was asked of it."""
-    prepared_s: float = 0.0
-    """Seconds in the `preprocess` of the stream, and in copying."""
-
-
-@dataclass(slots=True)
 class Pull:
     """One microbatch off a stream, and what it cost."""
 
@@ -84,6 +67,9 @@ class Stream:
         for _ in range(num_steps):
             pipeline.step(stream)                 takes the next `microbatches` of them
 
+    `microbatches` says how many: a number, or an iterable with a number for each step, alike on all ranks. Without it,
+    a step takes as many as it is called with, or as the pipeline has.
+
     The iterator gives one microbatch at a time: a tuple or list `(input, ..., target)`, or a `ps.Part`, which may have
     keywords, or no target. `preprocess`, if any, is called with each and returns one of these; a function that needs
     two arguments gets a `StreamContext` too. Where the ranks refuse a step, such a function is called with the first
@@ -95,13 +81,22 @@ class Stream:
     of its microbatches is passed over, so that all ranks go on with the same ones.
 
     Raises:
-        ConfigError: there is nothing to iterate over, or `preprocess` cannot be called so.
+        ConfigError: there is nothing to iterate over, `preprocess` cannot be called so, or `microbatches` is neither.
     """
 
-    def __init__(self, source: Iterable[Any], *, preprocess: Preprocess | None = None) -> None:
+    def __init__(
+        self,
+        source: Iterable[Any],
+        *,
+        preprocess: Preprocess | None = None,
+        microbatches: int | Iterable[int] | None = None,
+    ) -> None:
         if not isinstance(source, Iterable):
             raise ConfigError(f"{described(source)} gives no microbatches; pass an iterable of them", key="source")
         self._items: Iterator[Any] = iter(source)
+        self._numbers = StreamNumbers(microbatches)
+        self._is_begun = False
+        """Whether the step that asked for a number, or was begun, has its bounds."""
         self._preprocessor = Preprocessor(preprocess)
         self._first_context: StreamContext | None = None
         """Context of the first microbatch of the step that was begun last."""
@@ -123,6 +118,11 @@ class Stream:
     def num_taken(self) -> int:
         """Microbatches that steps have taken, or passed over, so far."""
         return self._num_taken
+
+    def number_of_step(self, asked: int | None) -> int | None:
+        """Return how many microbatches the next step takes; None where the pipeline says it (`StreamNumbers.next`)."""
+        is_again, self._is_begun = not self._is_begun, False
+        return self._numbers.next(asked, is_again=is_again)
 
     def begin_step(
         self, rank: int, first: StreamContext, read: Callable[[], float], copy: CopyLeaf | None = None
@@ -154,6 +154,7 @@ class Stream:
             # The bounds of this step are set before its first pull. If the pull fails on this rank, the rank passes
             # over the whole step next time, as the other ranks do.
             self._begin, self._end = self._num_taken, self._num_taken + first.number
+            self._is_begun = True
             self._peeked = self._peeked or self._pull()
         except StopIteration:
             raise EndOfData(
@@ -164,7 +165,9 @@ class Stream:
 
     def undo_begin(self) -> None:
         """Stay before a step that the ranks refused: the next one begins with the same microbatch."""
-        self._end = self._begin
+        if not self._is_begun:  # it was refused earlier: what a failed step has left is passed over in the next one
+            return
+        self._end, self._is_begun = self._begin, False
         if self._peeked is not None and self._preprocessor.needs_context:
             # The next step may be an evaluation, or one with another number of microbatches.
             self._unprepared, self._peeked = [self._peeked.item], None
@@ -224,125 +227,3 @@ def as_part(item: Any) -> Part:
         f"a stream yielded a {type(item).__name__}{size} for a microbatch; expected a tuple or list (input, ..., "
         "target), or ps.Part(input, ..., target=..., keyword=...)"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamRules:
-    """The demands of a pipeline on the microbatches of a stream."""
-
-    has_variable_shapes: bool = False
-    is_sum: bool = False
-    """Whether losses are sums, which weigh the same whatever the sizes."""
-    has_count: bool = False
-    warn_s: float | None = None
-    """Seconds; a pull that takes longer is warned of."""
-
-
-@dataclass(slots=True, eq=False)
-class Reader:
-    """One step's way through a stream on one rank: checks, cuts and times what is pulled."""
-
-    stream: Stream
-    rank: int
-    first: StreamContext
-    """Context of the first microbatch of the step."""
-    rule: BatchRule
-    rules: StreamRules
-    read: Callable[[], float]
-    copy: CopyLeaf | None = None
-    """Takes over the values of the stream, as in `Part.copied`."""
-    bind: Callable[[Microbatch], Microbatch] = lambda microbatch: microbatch
-    """Brings a microbatch into the form in which the layers take it."""
-    times: DataTimes = field(default_factory=DataTimes)
-    waits: list[DataWait] = field(default_factory=list)
-    _layout: str = ""
-    _sizes: Sequence[tuple[int, int]] = ()
-    _first_cut: _Cut | None = None
-    _has_warned: bool = False
-
-    def begin(self) -> tuple[Part, list[Microbatch]]:
-        """Look at the first microbatch of the step; return it as it came, and its slices.
-
-        Raises:
-            EndOfData: there is none.
-            PipelineError: it cannot be cut, or the losses cannot be weighed without knowing all of them.
-        """
-        if self.rules.has_count:
-            raise PipelineError(
-                "count weighs microbatches by their targets, all of which must be known before the first backward, but "
-                "a Stream brings one after another; pass the batch whole (as PreSplit), use reduction='sum', or "
-                "count=None where all microbatches count alike"
-            )
-        part = self.stream.begin_step(self.rank, self.first, self.read, self.copy).part
-        self._layout = part.layout()
-        _, slices = self._first_cut = self._cut(0, part)
-        self._sizes = _sizes(slices)
-        return part, slices
-
-    def next(self, index: int) -> _Cut:
-        """Take the microbatch with this index in the step off the stream, and return it and its slices.
-
-        Raises:
-            PipelineError: the stream has ended. Or the microbatch differs from microbatch 0 of the step: in its layout
-                (places, shapes and dtypes), unless the pipeline allows variable shapes; or in its rows or the lengths
-                of its slices, unless losses are summed.
-        """
-        pull = self.stream.take()
-        self._note(index, pull)
-        # `begin` has cut microbatch 0 before the ranks agreed on the step, and has noted its layout and sizes.
-        if index == 0:
-            first_cut, self._first_cut = self._first_cut, None
-            assert first_cut is not None, "begin() has cut it"
-            return first_cut
-        layout = pull.part.layout()
-        microbatch, slices = self._cut(index, pull.part)
-        # A mean weighs each loss by its size as part of the whole, which is not known before the last pull.
-        cannot_be_weighed = _sizes(slices) != self._sizes and not self.rules.is_sum
-        if layout != self._layout and not self.rules.has_variable_shapes:
-            and_sums = " and reduction='sum': a mean needs all sizes before the first backward"
-            raise PipelineError(
-                f"microbatch {index} of the stream is {layout}, microbatch 0 of the step was {self._layout}; "
-                f"expected one layout for all. Yield equal shapes, or create the pipeline with variable_shapes=True"
-                f"{and_sums * cannot_be_weighed}",
-                rank=self.rank,
-            )
-        if cannot_be_weighed:
-            raise PipelineError(
-                f"microbatch {index} of the stream has {_sizes_text(_sizes(slices))}, microbatch 0 of the step had "
-                f"{_sizes_text(self._sizes)} ({layout}, and {self._layout}); a mean weighs losses by these numbers, "
-                "which must be known before the first backward. Yield equal ones, use reduction='sum', or pass the "
-                "batch whole (as PreSplit)",
-                rank=self.rank,
-            )
-        return microbatch, slices
-
-    def _cut(self, index: int, part: Part) -> _Cut:
-        rule = replace(self.rule, num_microbatches=1)
-        (only_microbatch,) = rule.microbatches(part.args, part.kwargs, part.target)
-        microbatch = replace(self.bind(only_microbatch), index=index)
-        return microbatch, self.rule.slices(microbatch)
-
-    def _note(self, index: int, pull: Pull) -> None:
-        if pull.is_of_this_step:
-            self.waits.append(DataWait(self.rank, index, pull.begin_s, pull.end_s))
-        limit_s = self.rules.warn_s
-        waited_s, prepared_s = pull.got_s - pull.begin_s, pull.end_s - pull.got_s
-        self.times.waited_s += waited_s
-        self.times.prepared_s += prepared_s
-        if limit_s is None or waited_s + prepared_s <= limit_s or self._has_warned:
-            return
-        self._has_warned = True
-        warn(
-            f"rank {self.rank} waited {waited_s * 1e3:.0f} ms for the data of microbatch {index} and prepared them "
-            f"for {prepared_s * 1e3:.0f} ms, more than data_warn_s = {limit_s:g}; have them ready earlier, as a data "
-            "loader with workers does"
-        )
-
-
-def _sizes(slices: Sequence[Microbatch]) -> list[tuple[int, int]]:
-    return [(part.size, part.length) for part in slices]
-
-
-def _sizes_text(sizes: Sequence[tuple[int, int]]) -> str:
-    lengths = f" in slices of {[length for _, length in sizes]}" if len(sizes) > 1 else ""
-    return f"{sizes[0][0]} rows{lengths}"

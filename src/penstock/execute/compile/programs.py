@@ -11,7 +11,7 @@ from penstock.execute.observing.observer import Observer
 from penstock.execute.ops.context import CompileContext
 from penstock.execute.ops.rows import RankRows
 from penstock.execute.overlap import overlapping
-from penstock.execute.session import Session
+from penstock.execute.session import MOST_PROGRAMS, ProgramKey, Session
 from penstock.execute.stages.copy_stream import CopyStream, copy_stream_of
 from penstock.execute.stages.passes import StagePasses
 from penstock.execute.stages.randomness import Randomness, default_generators
@@ -20,36 +20,45 @@ from penstock.execute.transport.messages import Messenger
 from penstock.ir.operations import Op
 from penstock.ir.program import Program
 
-Key = tuple[Mode, int, int]
-"""A mode, the number of its microbatches, and the most that a replica has."""
-
 
 @dataclass(eq=False)
 class CompiledPrograms:
-    """The programs of one rank, looked at by observers in every step; what a mode runs is asked once."""
+    """The programs of one rank, looked at by observers in every step; the last ones that ran are kept compiled."""
 
     _session: Session
     _messenger: Messenger
     _observers: Sequence[Observer]
     _longest_wait_s: float
     """Seconds that a step of another rank of this process may keep the generators."""
-    _compiled: dict[Key, CompiledProgram] = field(default_factory=dict)
+    _compiled: dict[tuple[ProgramKey, bool], CompiledProgram] = field(default_factory=dict)
     _active: Program | None = None
 
     @cached_property
     def _offloads(self) -> CopyStream | None:
         return copy_stream_of(self._session.device, one_stream=self._session.options.one_stream)
 
-    def of(self, mode: Mode, num_microbatches: int, most_microbatches: int | None = None) -> CompiledProgram:
-        """Return the compiled program of a mode; errors describe rows by this program from now on.
+    @property
+    def active(self) -> Program | None:
+        """The program that was asked for last."""
+        return self._active
 
-        `most_microbatches` is the largest number of microbatches of a replica, by default this replica's own number.
+    def of(self, key: ProgramKey, *, is_planned: bool = False) -> CompiledProgram:
+        """Return the compiled program of a kind of step; errors describe rows by this program from now on.
+
+        `is_planned` says that all ranks run what has been planned beside the steps (`ProgramSource.planned`).
         """
-        key = mode, num_microbatches, num_microbatches if most_microbatches is None else most_microbatches
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(self._session.program_of(*key))
-        self._active = self._compiled[key].program
-        return self._compiled[key]
+        compiled = self._compiled.pop((key, is_planned), None)
+        if compiled is None:
+            compiled = self._compile(self._session.programs.of(key, is_planned=is_planned))
+        self._compiled[key, is_planned] = compiled  # the last one used comes last
+        if len(self._compiled) > MOST_PROGRAMS:
+            del self._compiled[next(iter(self._compiled))]
+        self._active = compiled.program
+        return compiled
+
+    def require(self, mode: Mode, num_microbatches: int) -> None:
+        """Make sure that there is a program for a number of microbatches. Raises: ScheduleError, ConfigError."""
+        self._session.programs.of(ProgramKey(mode, num_microbatches, num_microbatches))
 
     def describe(self, number: int, row: int) -> str:
         """Return the text of the instruction in a row of the rank with this number; empty behind the last one."""

@@ -78,6 +78,22 @@ class StepProposal:
     # gradients of tied parameters that nobody sends.
     no_sync: str = field(default="none", metadata=fix("Enter no_sync() on every rank for the same steps"))
     """The `no_sync` that the step is within, as the text of its call."""
+    # Before the batch, whose parts differ where it is cut into other numbers.
+    microbatches: int | str | None = field(
+        default=None,
+        metadata=fix(
+            "Pass the same microbatches= on every rank that is given a part of the batch, or streams that say it"
+        ),
+    )
+    """Number of microbatches into which the rank would cut the batch, or what it follows from; None where the rank was
+    given nothing."""
+    planned: Sequence[int] = ()
+    """Numbers of microbatches whose programs the rank has planned beside its steps."""
+    first_microbatch: Sequence[int] = (0, 0, 0)
+    """Digests of the layouts of the inputs, keywords and target of the first microbatch; 0 for what was not given, and
+    where the microbatches need not be like it."""
+    has_alike_layouts: bool = True
+    """Whether the rank has seen messages of equal layouts for all microbatches of a kind."""
     inputs: int | None = field(default=None, metadata=_batch_rule(digest_of=_LAYOUT))
     """Digest of the layout of the inputs; None where the rank was given none. `keywords` and `target` are such, too."""
     keywords: int | None = field(default=None, metadata=_batch_rule(digest_of=_LAYOUT))
@@ -150,6 +166,12 @@ class AgreedStep:
 
     sizes: Sequence[int]
     """Rows of each microbatch, from whichever rank knows them; empty if none does."""
+    asked_microbatches: int | None
+    """Number of microbatches, where a rank has cut the batch by a number; None where it follows from their size."""
+    planned: frozenset[int]
+    """Numbers of microbatches whose programs all ranks have planned beside their steps."""
+    first_microbatch: str
+    """Stands for the layout of the first microbatch on all ranks; empty where others may be of another one."""
     lengths: Sequence[int]
     """Lengths of slices, as in a `StepProposal`, from whichever rank knows them; empty if none does."""
     wanting_outputs: frozenset[int]
@@ -189,6 +211,8 @@ class AgreedStep:
         signature = " ".join(map(str, (mode.name, *batch_digests, trained)))
         return cls(
             sizes=_first_known([proposal.sizes for proposal in proposals]),
+            asked_microbatches=next((n for proposal in proposals if isinstance(n := proposal.microbatches, int)), None),
+            planned=frozenset.intersection(*(frozenset(proposal.planned) for proposal in proposals)),
             lengths=_first_known([proposal.lengths for proposal in proposals]),
             wanting_outputs=frozenset(rank for rank, proposal in enumerate(proposals) if proposal.wants_outputs),
             output_ranks=_first_known([proposal.output_ranks for proposal in proposals]),
@@ -198,9 +222,22 @@ class AgreedStep:
             is_training=mode.is_training,
             compilations=[proposal.num_compilations for proposal in proposals],
             signature=signature,
+            first_microbatch=_first_microbatch(proposals, trained),
             has_target=batch_digests[-1] > 0,
             job_signature=signature,
         )
+
+
+def _first_microbatch(proposals: Sequence[StepProposal], trained: int) -> str:
+    """Return a text that stands for the layout of the first microbatch; empty where it says nothing of the others."""
+    digests = [0, 0, 0]
+    for proposal in proposals:
+        given = (proposal.inputs, proposal.keywords, proposal.target)
+        is_unknown = any(whole and not first for whole, first in zip(given, proposal.first_microbatch, strict=True))
+        if is_unknown or not proposal.has_alike_layouts:
+            return ""
+        digests = list(map(max, digests, proposal.first_microbatch))
+    return " ".join(map(str, (proposals[0].mode.name, *digests, trained)))
 
 
 def require_cut(proposals: Sequence[StepProposal], agreed: AgreedStep, names: RankNames) -> None:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from penstock.errors import PipelineError, nearest
-from penstock.execute.batch.stream import DataTimes
+from penstock.execute.batch.reader import DataTimes
 from penstock.execute.losses.step_losses import StepLosses
 
 _Loss = TypeVar("_Loss")

@@ -43,6 +43,7 @@ def agree_across(
         "trained": agreed.trained,
         "compilations": agreed.compilations,
         "signature": agreed.signature,
+        "planned": sorted(agreed.planned),
         "has_target": agreed.has_target,
         "has_rows": weight.rows > 0,
         "values": list(values),
@@ -60,12 +61,13 @@ def agree_across(
     if agreed.is_training and len(set(numbers)) > 1:
         listed = ", ".join(map(str, numbers))
         problem = f"the batches of the replicas make {listed} microbatches, by replica; expected as many in each"
-        raise StepRefused(f"{problem}. Give the replicas as many rows each")
+        raise StepRefused(f"{problem}. Give the replicas as many rows each, and pass the same microbatches= to all")
     batch_digests = [report["values"] for report in reports]
     return replace(
         agreed,
         attempt=max(report["attempt"] for report in reports),
         compilations=[number for report in reports for number in report["compilations"]],
+        planned=frozenset.intersection(*(frozenset(report["planned"]) for report in reports)),
         job_signature=str(digest(str([report["signature"] for report in reports]))),
         weight=BatchWeight(
             sum(batch_weight.rows for batch_weight in weights),

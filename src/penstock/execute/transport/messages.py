@@ -85,12 +85,12 @@ class Messenger:
         """The transport itself, for other messages on the same channels."""
         self._device_queue = device_queue_of(transport)
 
-    def begin(self, signature: str, *, follows: bool = False) -> None:
-        """Start a step with a batch of this layout; every rank passes the same signature.
+    def begin(self, signature: str, kinds: Sequence[str] = (), *, follows: bool = False) -> None:
+        """Start a step with a batch of this layout; every rank passes the same signature and kinds of microbatches.
 
         Where it `follows`, a device waits for received tensors by itself, if the transport can let it.
         """
-        self.layouts.begin(signature)
+        self.layouts.begin(signature, kinds)
         carrier: Messages = self.transport
         if self._by_hosts is not None and not self.layouts.is_static:
             carrier, follows = self._by_hosts, False
