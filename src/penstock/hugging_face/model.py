@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.execute.losses.model_loss import LayersWithLoss
 from penstock.hugging_face.losses import Loss, loss_of
-from penstock.hugging_face.pretrained_out import save_pretrained
+from penstock.hugging_face.pretrained_out import PretrainedFormat, save_pretrained
+from penstock.hugging_face.weight_source import WeightSource, weight_source
 from penstock.models.cutting.part import CutPart
 from penstock.models.layer import LayerSpec
 from penstock.pipeline import Pipeline
@@ -69,12 +70,30 @@ class TransformersModel(LayersWithLoss[Layer]):
             NotSaved: on every rank, if a file cannot be written, or the pipeline is of another model.
             PipelineError: a rank is lost meanwhile.
         """
-        shared_names = {name for layer in self._layers if isinstance(layer, nn.Module) for name in _shared(layer)}
-        save_pretrained(pipeline, Path(folder), self.whole, self.source, shared_names=shared_names)
+        save_pretrained(pipeline, Path(folder), self._format)
+
+    def weight_source(self, pipeline: Pipeline) -> WeightSource:
+        """Return the weights of a pipeline of this model for processes that generate with them, such as vLLM.
+
+        Every rank calls it, once; the source serves any number of updates. Its `metadata()` lists names, types and
+        shapes as `save_pretrained` has them, and the rank that owns each tensor. A loop over it yields this rank's
+        own tensors, whole, one after another.
+
+        Raises:
+            NotSaved: on every rank: the pipeline is of another model, or the model has adapters.
+            PipelineError: a rank is lost meanwhile.
+        """
+        return weight_source(pipeline, self._format)
 
     def count(self, labels: Tensor) -> int:
         """Return how many labels the loss is the mean of."""
         return self._known_loss.count(labels)
+
+    @property
+    def _format(self) -> PretrainedFormat:
+        """The names and shapes that transformers gives the weights in files."""
+        shared_names = {name for layer in self._layers if isinstance(layer, nn.Module) for name in _shared(layer)}
+        return PretrainedFormat(self.whole, self.source, shared_names=shared_names)
 
     @property
     def _known_loss(self) -> Loss:
