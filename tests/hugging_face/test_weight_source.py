@@ -12,6 +12,7 @@ import penstock as ps
 from penstock.errors import NotSaved, PeerLost, PipelineError
 from tests.hugging_face.families import FAMILIES, batch_of, model_of
 from tests.support.local_pipelines import error_of, on_ranks
+from tests.support.memory import peak_bytes, reset_peak
 from tests.support.mesh_pipelines import on_mesh
 
 pytest.importorskip("transformers")
@@ -125,15 +126,6 @@ def test_a_loop_after_a_step_brings_what_the_step_has_made(tmp_path, replicas):
         assert all(torch.equal(before[name], expected[name]) for name in before)
         assert all(torch.equal(after[name], trained[name]) for name in after)
         assert not any(torch.equal(before[name], after[name]) for name in after)
-
-
-def peak_bytes():
-    """Return the most memory that the process held since `reset_peak`."""
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def reset_peak():
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.slow)])

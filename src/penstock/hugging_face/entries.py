@@ -24,6 +24,9 @@ NO_BATCH_PREFIXES = ("output_", "return_")
 class DecoderEntry:
     """The entry of a decoder: tokens by position, which the first stage alone is given."""
 
+    ends_by_position = True
+    """Whether what runs behind the last block treats each position alone: norm, head and cap do."""
+
     def __init__(self, model: Any) -> None:
         self.batch_signature = BatchSignature(model, (TOKENS, *DECODER_KEYWORDS), first=(TOKENS,))
         self._settings = forward_settings(model)

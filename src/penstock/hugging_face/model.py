@@ -1,15 +1,17 @@
 """`TransformersModel`: the layers of a model of transformers, with its loss."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+from penstock.execute.losses.chunked import AUTO, Chunk, LogProbsLoss
 from penstock.execute.losses.model_loss import LayersWithLoss
-from penstock.hugging_face.losses import Loss, loss_of
+from penstock.execute.losses.output import LossValue
+from penstock.hugging_face.losses import Loss, ShiftedLoss, loss_of
 from penstock.hugging_face.pretrained_out import PretrainedFormat, save_pretrained
 from penstock.hugging_face.weight_source import WeightSource, weight_source
 from penstock.models.cutting.part import CutPart
@@ -59,6 +61,25 @@ class TransformersModel(LayersWithLoss[Layer]):
             PenstockError: the shapes do not fit, or the model has no loss that is known here.
         """
         return self._known_loss.mean(logits, labels)
+
+    def log_probs(self, function: Callable[..., LossValue], *, chunk: Chunk = AUTO) -> LogProbsLoss:
+        """Return a loss for `Pipeline` that computes `function(log_probs, target)`, as reinforcement learning needs it.
+
+        `log_probs` [rows, length - 1], in float32, has the log-probability of each row's next token, which `target`
+        says: labels [rows, length], or a dict that has them under 'labels' beside what else the function needs; it is
+        0 for labels of -100. `function` returns what any loss does: a mean over rows, or over what the pipeline's
+        `count` counts, and with `LossOutput` also values per token. The logits of `chunk` positions are in memory at a
+        time; 'auto' takes so many that they are as large as the hidden states of a microbatch.
+
+        Raises:
+            ConfigError: `function` cannot be called, or `chunk` is no size; for the pipeline, the model is no decoder.
+        """
+        return LogProbsLoss(function, chunk=chunk)
+
+    @property
+    def shifts_labels(self) -> bool:  # type: ignore[override]
+        """Whether the loss compares a label with the logits at the position before it."""
+        return isinstance(self._loss, ShiftedLoss)
 
     def save_pretrained(self, pipeline: Pipeline, folder: str | Path) -> None:
         """Write the weights of a pipeline of this model, and its config, as transformers saves them.

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from penstock.execute.losses.tails import Tail
 from penstock.execute.split.own_weight_gradients import OwnWeightGradients
 from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.stages.names import named_parameters
@@ -32,6 +33,8 @@ class Stage:
         # The planner belongs to the stage, not to a program: split backwards of all programs share what it has learned.
         self.split_planner = SplitPlanner()
         self.own_weight_gradients = OwnWeightGradients(self.modules)
+        self.tail: Tail | None = None
+        """The last layer as a function of hidden states, where the loss applies it; None where the stage does."""
         self._snapshot: ModuleSnapshot | None = None  # not yet: tied parameters are put in place after this
 
     def parameters(self) -> Sequence[nn.Parameter]:
