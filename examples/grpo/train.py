@@ -6,7 +6,6 @@ torchrun --standalone --nproc-per-node 2 examples/grpo/train.py tiny-llama engin
 
 import sys
 from multiprocessing.connection import Client
-from pathlib import Path
 from subprocess import PIPE, Popen
 
 import torch
@@ -28,7 +27,7 @@ def grpo(log_probs, target):
 def ask(*message):
     engine.send(message)
     if not engine.poll(90):
-        raise TimeoutError(f"the engine has not answered {message[0]!r} for 90 s")
+        sys.exit(f"the engine has not answered {message[0]!r} for 90 s")
     is_right, answer = engine.recv()
     return answer if is_right else sys.exit(f"the engine refuses {answer}")
 
@@ -37,23 +36,20 @@ model = ps.from_transformers(folder)
 pipeline = ps.Pipeline(model, "1f1b", 4, model.log_probs(grpo), count=lambda target: model.count(target["labels"]))
 optimizer, source = torch.optim.AdamW(pipeline.parameters(), lr=3e-3), model.weight_source(pipeline)
 if pipeline.rank == 0:
-    receiver = Path(__file__).with_name("receiver.py")
-    Popen([sys.executable, receiver, folder, address], stdout=PIPE).stdout.readline()  # it is ready
+    command = [sys.executable, __file__.replace("train.py", "receiver.py"), folder, address]
+    Popen(command, stdout=PIPE).stdout.readline()  # it is ready
 dist.barrier()
 engine = Client(address, authkey=b"grpo")
 for step in range(1, 9):
-    batch = [ask("generate", PROMPTS, GROUP, 12) if pipeline.rank == 0 else None]
-    dist.broadcast_object_list(batch)
-    tokens = torch.tensor(batch[0])
+    dist.broadcast_object_list(rows := [ask("generate", PROMPTS, GROUP, 12) if pipeline.rank == 0 else None])
+    tokens = torch.tensor(rows[0])
     labels = tokens.index_fill(1, torch.arange(4), -100)
     reward = (tokens[:, 4:] < 256).float().mean(1)  # stands for a judge
-    groups = reward.view(-1, GROUP)
-    advantage = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    advantage = torch.layer_norm(reward.view(-1, GROUP), (GROUP,)).flatten()  # within its group
     target = {"labels": labels, "advantage": advantage, "old": torch.zeros(len(tokens), tokens.shape[1] - 1)}
-    if old := pipeline.evaluate(tokens, target=target).reported:  # on the rank of the last stage, which takes targets
-        target["old"] = torch.cat(old)
+    old = pipeline.evaluate(tokens, target=target).reported  # on the rank of the last stage, which takes targets
     for _ in range(2):
-        pipeline.step(tokens, target=target if old else None)
+        pipeline.step(tokens, target=target | {"old": torch.cat(old)} if old else None)
         optimizer.step()
         optimizer.zero_grad()
     for name, tensor in source:

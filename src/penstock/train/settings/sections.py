@@ -63,7 +63,7 @@ class RunSection(Section):
     steps: Positive = 500
     """optimizer steps"""
     device: str = Field(default="auto", min_length=1)
-    """a kind of GPU that this torch is built for, such as 'cuda', one each; 'cpu'; 'auto': GPUs if there are any, else CPUs"""
+    """a kind of GPU that this torch is built for, such as 'cuda', one each; 'cpu'; 'auto': GPUs, if there are any"""
     skip_updates: bool = False
     """whether steps run but change no weight: a dry run of forwards and backwards"""
     deadline_s: float = Field(default=60.0, gt=0, le=1_000_000)
@@ -177,7 +177,7 @@ class LossSection(Section):
     """How the loss of next tokens is computed."""
 
     chunk: NameOr[Literal["none", "auto"], Positive] = "none"
-    """most positions whose logits are held at once; 'auto': as many as take up what the hidden states do; 'none': all"""
+    """most positions whose logits are held at once; 'auto': as many as are as large as hidden states; 'none': all"""
 
 
 class SourceKeys(Section):
