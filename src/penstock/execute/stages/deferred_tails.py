@@ -21,9 +21,10 @@ def defer_tails(stages: Sequence[Stage], placement: Placement) -> None:
         if placement.next_stage[stage.index] >= 0:
             continue
         name, layer = stage.names[-1], stage.modules[-1]
-        stage.tail = tail_of(layer)
-        if stage.tail is None:
+        tail = tail_of(layer)
+        if tail is None:
             raise ConfigError(_no_tail(name, layer), key="loss")
+        stage.defer_tail(tail)
 
 
 def _no_tail(name: str, layer: nn.Module) -> str:

@@ -37,6 +37,10 @@ class Stage:
         """The last layer as a function of hidden states, where the loss applies it; None where the stage does."""
         self._snapshot: ModuleSnapshot | None = None  # not yet: tied parameters are put in place after this
 
+    def defer_tail(self, tail: Tail) -> None:
+        """Leave the last layer to the loss, which gets it as a function of hidden states."""
+        self.tail = tail
+
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters that the layers hold now; walks their modules only where they have changed."""
         if self._snapshot is None or not self._snapshot.is_current():
