@@ -43,6 +43,7 @@ GROUPS = {
             "Carry",
             "AuxiliaryLoss",
             "LossOutput",
+            "losses",
             "MicrobatchPlace",
         ],
     ),
@@ -126,6 +127,9 @@ def group_page(group: str) -> str:
 def documented(title: str, value: Any) -> str:
     """Return the section of one public function or class, with the methods and fields that it documents."""
     parts = [f"## {title}"]
+    if inspect.ismodule(value):
+        functions = (_member(name, getattr(value, name)) for name in value.__all__)
+        return "\n\n".join([*parts, docstring(value), *functions])
     if not (isinstance(value, type) and issubclass(value, (Enum, Exception))):
         parts.append(_code(signature(title, value)))
     parts.append(docstring(value))

@@ -54,15 +54,19 @@ _NAMES = {
     "penstock.verifying.verify": "verify",
 }
 """The public names of each module."""
+_MODULES = ("losses",)
+"""The modules that are public as they are."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """The module of each public name."""
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"penstock.{name}")
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
 
 

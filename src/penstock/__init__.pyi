@@ -1,5 +1,6 @@
 """The public names with their types, for type checkers and editors; the module itself loads each on first use."""
 
+from penstock import losses as losses
 from penstock.checkpoints.cutting import cut as cut
 from penstock.checkpoints.loading import load_checkpoint as load_checkpoint
 from penstock.checkpoints.verification import latest_checkpoint as latest_checkpoint

@@ -27,6 +27,7 @@ from penstock.execute.control.positions import PositionMemory
 from penstock.execute.joining import Joined
 from penstock.execute.losses.loss import loss_scale, refuse_loss_parameters
 from penstock.execute.losses.step_losses import LossMaker
+from penstock.execute.losses.tails import takes_tail
 from penstock.execute.own_parameters import refuse_hooks
 from penstock.execute.parameters.gradient_store import require_main_shapes
 from penstock.execute.parameters.tied import described_copies, refuse_renormalized, require_equal_kinds
@@ -37,6 +38,7 @@ from penstock.execute.session import Session
 from penstock.execute.stages.assemble import Assembly, assemble, with_skips
 from penstock.execute.stages.carried import refuse_layers_that_look_back
 from penstock.execute.stages.compiled_layers import compile_layers
+from penstock.execute.stages.deferred_tails import defer_tails
 from penstock.execute.stages.held_state import count_parameters, described_state, require_equal_replicas
 from penstock.execute.stages.other_layers import free_other_layers
 from penstock.execute.stages.shared_builders import build_early, refuse_shared_objects
@@ -140,6 +142,8 @@ def _assembly_of(joined: Joined, plan: Plan, agreed: AgreedFacts) -> Assembly:
     # A skip is a value that a layer sends past the next ones, to a layer further on.
     assembly = with_skips(assembly, plan.layers_of_stage, agreed.skips)
     _refuse_wrong_gradients(joined, plan, assembly)
+    if takes_tail(plan.loss):
+        defer_tails(assembly.stages, plan.schedule.placement)
     compile_layers(assembly.stages, options.compile)
     _refuse_layers_by_schedule(plan, assembly)
     # Gradients in float32 beside the parameters (`main_grad`) need shapes, which lazy parameters do not have yet.

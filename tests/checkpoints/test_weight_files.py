@@ -166,20 +166,6 @@ def test_a_format_names_files_and_tensors_and_adds_files(tmp_path, monkeypatch, 
     assert (tmp_path / "notes.txt").read_text() == "a.t, b.t"
 
 
-class Merging(Turned):
-    """Saves all under one name, which no two ranks can."""
-
-    def units(self, tensors):
-        return [ConversionUnit(names=[name], file_types={"all": entry}) for name, entry in tensors.items()]
-
-
-def test_two_ranks_that_would_save_one_tensor_are_refused(tmp_path):
-    told = refused(tmp_path, [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)], Merging())
-
-    assert all("'1.weight' and '0.weight' are saved as one tensor, 'all'" in words for words in told)
-    assert names(tmp_path) == []
-
-
 def test_a_failed_save_is_raised_on_every_rank_and_the_pipeline_goes_on(tmp_path):
     def save_twice(pipeline):
         error = error_of(save_weights, tmp_path / "missing", pipeline)

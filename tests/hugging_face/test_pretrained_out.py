@@ -15,7 +15,7 @@ from penstock.checkpoints.weight_files import INDEX, save_weights
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError, NotSaved
 from penstock.hugging_face import pretrained_out
-from penstock.hugging_face.pretrained_out import convert_weights, save_pretrained
+from penstock.hugging_face.pretrained_out import PretrainedFormat, convert_weights, save_pretrained
 from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
@@ -77,7 +77,7 @@ def pipeline_of(transport, saved, num_parts, dtype=torch.float32, **options):
 
 def go_round(transport, saved, folder, num_parts=4, dtype=torch.float32):
     with pipeline_of(transport, saved, num_parts, dtype) as pipeline:
-        save_pretrained(pipeline, folder, saved.empty, saved.folder)
+        save_pretrained(pipeline, folder, PretrainedFormat(saved.empty, saved.folder))
 
 
 def assert_same(found, expected):
@@ -185,7 +185,7 @@ def test_what_cannot_be_written_is_refused_on_all_ranks_and_nothing_is_written(t
 
     def case(transport):
         with pipeline_of(transport, llama, 4) as pipeline:
-            return error_of(save_pretrained, pipeline, tmp_path / "to", other.empty, llama.folder)
+            return error_of(save_pretrained, pipeline, tmp_path / "to", PretrainedFormat(other.empty, llama.folder))
 
     for error in on_ranks(2, case):
         assert type(error) is NotSaved
@@ -200,7 +200,7 @@ def test_replicas_share_the_writing_also_where_they_hold_shards(tmp_path, monkey
 
     def go(places):
         with pipeline_of(None, saved, 4, mesh=places, shard=shard) as pipeline:
-            save_pretrained(pipeline, tmp_path / "to", saved.empty)
+            save_pretrained(pipeline, tmp_path / "to", PretrainedFormat(saved.empty))
 
     on_mesh(2, 2, go)
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
-from penstock.models import LayerSpec
-from penstock.train.model_source import KEY, build_layers, loss_of, require_named_code, source_digest
+from penstock.models import LayerSpec, cross_entropy_loss
+from penstock.train.model_source import KEY, build_layers, loss_of, pipeline_loss, require_named_code, source_digest
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.setup import check_plan
 from tests.train.settings.tables import merged, refusal_of
@@ -283,3 +283,23 @@ def test_code_that_does_not_run_need_not_be_named():
         require_named_code(config_of(model=code | {"loss": ""}), ["copy.py:recurrent"])
     with pytest.raises(ConfigError, match=r"--function: got 'mine.py:recurrent', which the run does not use"):
         require_named_code(config_of(model={"source": ""}), ["mine.py:recurrent"], runs=[KEY])
+
+
+@pytest.mark.feature("X56")
+@pytest.mark.parametrize("chunk", ["auto", 5])
+def test_a_run_with_a_chunked_loss_has_the_losses_of_one_without(tmp_path, chunk):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox " * 200)
+    runs = [tiny_table(tmp_path / str(name), text, run={"steps": 3}, loss={"chunk": name}) for name in ("none", chunk)]
+
+    expected, found = (losses_in(tmp_path / run["run"]["folder"], trained(run)) for run in runs)
+
+    assert len(found) == 3
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert pipeline_loss(config_from_table(runs[0]), 256) is cross_entropy_loss
+
+
+def losses_in(folder, result):
+    """Return the losses of a run that is over, from its file."""
+    assert result
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

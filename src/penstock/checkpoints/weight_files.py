@@ -18,18 +18,13 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from penstock.checkpoints.agreement import failing_as, run_together
-from penstock.checkpoints.content import (
-    WEIGHTS,
-    RankDescription,
-    file_name,
-    gather_content,
-    owned_names,
-)
+from penstock.checkpoints.agreement import run_together
+from penstock.checkpoints.content import WEIGHTS, file_name, gather_content, owned_names
 from penstock.checkpoints.manifest import TensorEntry
 from penstock.checkpoints.shards import naming_file, read_tensors, require_visible, write_tensors
 from penstock.checkpoints.staging import Staging, stage
 from penstock.checkpoints.weight_format import PLAIN, ConversionUnit, DtypesAndShapes, WeightFormat
+from penstock.checkpoints.weight_units import units_by_rank
 from penstock.errors import NotSaved
 from penstock.execute.transport.calls import collective
 from penstock.files import PARTIAL_SUFFIX, atomic_file, flush
@@ -123,7 +118,7 @@ def save_weights(folder: Path, pipeline: Pipeline, format: WeightFormat = PLAIN)
     # All ranks learn which tensors each rank has, and choose the same files; `token` marks the temporary names of this
     # save.
     content, descriptions, _ = gather_content(pipeline, None)
-    units = _owned_units(pipeline, format, descriptions)
+    units = units_by_rank(pipeline, format, descriptions, owned_names(descriptions))
     files = _planned_files(folder, format, units, token)
     num_bytes = sum(shard.num_bytes for shard in files.shards)
     local_shards = [shard for shard in files.shards if shard.rank == control.rank]
@@ -187,36 +182,6 @@ def index_bytes(entries: Mapping[str, TensorEntry]) -> bytes:
     files = {name: entry.file for name, entry in entries.items()}
     index = {"metadata": {"total_size": total}, "weight_map": files}
     return json.dumps(index, indent=1).encode()
-
-
-def _owned_units(
-    pipeline: Pipeline, format: WeightFormat, descriptions: Sequence[RankDescription]
-) -> list[list[ConversionUnit]]:
-    """Return the units that each rank saves, per rank: a unit goes to the rank that owns its first name."""
-    control = pipeline.control
-    local_types = descriptions[control.rank]["weights"]
-    units: list[list[ConversionUnit]] = control.together(lambda: format.units(local_types), failing_as(NotSaved))
-    owned_units = [
-        [unit for unit in rank_units if unit["names"][0] in names]
-        for rank_units, names in zip(units, owned_names(descriptions), strict=True)
-    ]
-    control.together(lambda: _require_all(format, owned_units), failing_as(NotSaved))
-    return owned_units
-
-
-def _require_all(format: WeightFormat, units: Sequence[Sequence[ConversionUnit]]) -> None:
-    """Refuse units of all ranks that lack a tensor, or of which two make the same one. Raises: CheckpointError."""
-    all_units = [unit for rank_units in units for unit in rank_units]
-    format.require_all([name for unit in all_units for name in unit["names"]])
-    makers: dict[str, list[str]] = {}
-    for unit in all_units:
-        for name in unit["file_types"]:
-            if name in makers:
-                raise NotSaved(
-                    f"{unit['names'][0]!r} and {makers[name][0]!r} are saved as one tensor, {name!r}, but no rank has "
-                    "both; let one stage hold them"
-                )
-            makers[name] = unit["names"]
 
 
 def _planned_files(folder: Path, format: WeightFormat, units: Sequence[Sequence[ConversionUnit]], token: str) -> _Files:

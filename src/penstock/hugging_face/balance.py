@@ -100,6 +100,9 @@ def _last_layer_class(kind: type[CutPart]) -> Callable[..., CutPart]:
     class Closing(kind):  # type: ignore[misc, valid-type]
         """The last layer, which makes the loss."""
 
+        tail = None
+        """No loss may apply the layer to some positions, since it does more than that."""
+
         def __init__(self, balance: Balance, index: int, *args: Any) -> None:
             super().__init__(*args)
             self._balance = balance

@@ -25,6 +25,9 @@ NO_BATCH_PREFIXES = ("output_", "return_")
 class DecoderEntry:
     """The entry of a decoder: tokens by position, which the first stage alone is given."""
 
+    ends_by_position = True
+    """Whether what runs behind the last block treats each position alone: norm, head and cap do."""
+
     def __init__(self, model: Any) -> None:
         names = (TOKENS, *DECODER_KEYWORDS)
         self.batch_signature = BatchSignature(model, names, first=(TOKENS,), of_entry=(CACHED_ROWS,))

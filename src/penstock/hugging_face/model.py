@@ -1,17 +1,20 @@
 """`TransformersModel`: the layers of a model of transformers, with its loss."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+from penstock.execute.losses.chunked import AUTO, Chunk, LogProbsLoss
 from penstock.execute.losses.model_loss import LayersWithLoss
+from penstock.execute.losses.output import LossValue
 from penstock.hugging_face.generation import Request, generate
-from penstock.hugging_face.losses import Loss, loss_of
-from penstock.hugging_face.pretrained_out import save_pretrained
+from penstock.hugging_face.losses import Loss, ShiftedLoss, loss_of
+from penstock.hugging_face.pretrained_out import PretrainedFormat, save_pretrained
+from penstock.hugging_face.weight_source import WeightSource, weight_source
 from penstock.models.cutting.part import CutPart
 from penstock.models.layer import LayerSpec
 from penstock.pipeline import Pipeline
@@ -60,6 +63,25 @@ class TransformersModel(LayersWithLoss[Layer]):
         """
         return self._known_loss.mean(logits, labels)
 
+    def log_probs(self, function: Callable[..., LossValue], *, chunk: Chunk = AUTO) -> LogProbsLoss:
+        """Return a loss for `Pipeline` that computes `function(log_probs, target)`, as reinforcement learning needs it.
+
+        `log_probs` [rows, length - 1], in float32, has the log-probability of each row's next token, which `target`
+        says: labels [rows, length], or a dict that has them under 'labels' beside what else the function needs; it is
+        0 for labels of -100. `function` returns what any loss does: a mean over rows, or over what the pipeline's
+        `count` counts, and with `LossOutput` also values per token. The logits of `chunk` positions are in memory at a
+        time; 'auto' takes so many that they are as large as the hidden states of a microbatch.
+
+        Raises:
+            ConfigError: `function` cannot be called, or `chunk` is no size; for the pipeline, the model is no decoder.
+        """
+        return LogProbsLoss(function, chunk=chunk)
+
+    @property
+    def shifts_labels(self) -> bool:  # type: ignore[override]
+        """Whether the loss compares a label with the logits at the position before it."""
+        return isinstance(self._loss, ShiftedLoss)
+
     def save_pretrained(self, pipeline: Pipeline, folder: str | Path) -> None:
         """Write the weights of a pipeline of this model, and its config, as transformers saves them.
 
@@ -70,8 +92,20 @@ class TransformersModel(LayersWithLoss[Layer]):
             NotSaved: on every rank, if a file cannot be written, or the pipeline is of another model.
             PipelineError: a rank is lost meanwhile.
         """
-        shared_names = {name for layer in self._layers if isinstance(layer, nn.Module) for name in _shared(layer)}
-        save_pretrained(pipeline, Path(folder), self.whole, self.source, shared_names=shared_names)
+        save_pretrained(pipeline, Path(folder), self._format)
+
+    def weight_source(self, pipeline: Pipeline) -> WeightSource:
+        """Return the weights of a pipeline of this model for processes that generate with them, such as vLLM.
+
+        Every rank calls it, once; the source serves any number of updates. Its `metadata()` lists names, types and
+        shapes as `save_pretrained` has them, and the rank that owns each tensor. A loop over it yields this rank's
+        own tensors, whole, one after another.
+
+        Raises:
+            NotSaved: on every rank: the pipeline is of another model, or the model has adapters.
+            PipelineError: a rank is lost meanwhile.
+        """
+        return weight_source(pipeline, self._format)
 
     def generate(
         self,
@@ -115,6 +149,12 @@ class TransformersModel(LayersWithLoss[Layer]):
     def count(self, labels: Tensor) -> int:
         """Return how many labels the loss is the mean of."""
         return self._known_loss.count(labels)
+
+    @property
+    def _format(self) -> PretrainedFormat:
+        """The names and shapes that transformers gives the weights in files."""
+        shared_names = {name for layer in self._layers if isinstance(layer, nn.Module) for name in _shared(layer)}
+        return PretrainedFormat(self.whole, self.source, shared_names=shared_names)
 
     @property
     def _known_loss(self) -> Loss:

@@ -46,21 +46,12 @@ MOST_NAMES = 3
 
 
 @collective
-def save_pretrained(
-    pipeline: Pipeline,
-    folder: Path,
-    model: Any,
-    source: Path | None = None,
-    *,
-    shared_names: Collection[str] = (),
-) -> None:
+def save_pretrained(pipeline: Pipeline, folder: Path, format: "PretrainedFormat") -> None:
     """Write the weights of all ranks into a folder that transformers' `from_pretrained` loads.
 
-    Every rank calls it, and all of them see the folder, which is made where it is missing. `model` is the transformers
-    model on the meta device: it says the names, the configuration and the form of the files. The pipeline has the
-    parameters and saved buffers of `model`, under its names. Files of the tokenizer and the processor are copied from
-    `source`. Files that are there already are replaced when all is written, or not at all. `shared_names` are
-    parameters that a layer has under several names; those that the model ties are left out.
+    Every rank calls it, and all of them see the folder, which is made where it is missing. The pipeline has the
+    parameters and saved buffers of the model of `format`, under its names. Files that are there already are replaced
+    when all is written, or not at all.
 
     Raises:
         NotSaved: on every rank, if a file cannot be written, the pipeline is not of this model, or the model has more
@@ -69,20 +60,28 @@ def save_pretrained(
     """
 
     def make_folder() -> None:
-        foreign_names = names_beside_class(model)
-        if foreign_names:
-            raise NotSaved(
-                f"{folder}: the model has {listed(foreign_names, MOST_NAMES, quoted=repr)}, which "
-                f"{type(model).__name__} does not have, so that from_pretrained would leave these out and draw others "
-                "at random. Save adapters by save_checkpoint, or train a model that they are merged into "
-                "(merge_and_unload() of peft)"
-            )
+        require_own_class(format.model, str(folder))
         with naming_storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
     # Only rank 0 makes the folder; if that fails, NotSaved is raised on every rank.
     pipeline.control.on_rank_0(make_folder, failing_as(NotSaved))
-    save_weights(folder, pipeline, PretrainedFormat(model, source, shared_names=shared_names))
+    save_weights(folder, pipeline, format)
+
+
+def require_own_class(model: Any, where: str) -> None:
+    """Refuse a model with more than its class has, as one with adapters; `where` is what a message begins with.
+
+    Raises: NotSaved.
+    """
+    foreign_names = names_beside_class(model)
+    if foreign_names:
+        raise NotSaved(
+            f"{where}: the model has {listed(foreign_names, MOST_NAMES, quoted=repr)}, which "
+            f"{type(model).__name__} does not have, so that from_pretrained would leave these out and draw others "
+            "at random. Save adapters by save_checkpoint, or train a model that they are merged into "
+            "(merge_and_unload() of peft)"
+        )
 
 
 def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
@@ -129,12 +128,13 @@ class PretrainedFormat(WeightFormat):
     """The files of a transformers model."""
 
     model: Any
-    source: Path | None
-    """Where its tokenizer files are."""
+    """The model, which may be on the meta device: it says the names, the configuration and the form of the files."""
+    source: Path | None = None
+    """The folder from which files of the tokenizer and the processor are copied, if any."""
     source_words: Path = Path("the pipeline")
     """The source of the weights, as messages about wrong names or shapes call it."""
     shared_names: Collection[str] = ()
-    """Parameters that a layer has under several names."""
+    """Parameters that a layer has under several names; those that the model ties are left out."""
 
     @property
     def stem(self) -> str:

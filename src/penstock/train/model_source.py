@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, described, shortened
+from penstock.execute.losses.chunked import chunked_cross_entropy
 from penstock.hugging_face.from_transformers import from_transformers
 from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
 from penstock.schedules.third_party import run_third_party
@@ -50,6 +51,12 @@ def loss_of(config: RunConfig, vocabulary: int) -> Loss:
     if config.model.loss:
         return load_function(config.model.loss, "model.loss")
     return partial(_token_loss, vocabulary, config.model.place_key) if config.model.place else cross_entropy_loss
+
+
+def pipeline_loss(config: RunConfig, vocabulary: int) -> Loss:
+    """Return the loss that a run's pipeline computes: that of the run, in chunks if it says so. Raises: ConfigError."""
+    chunk = config.loss.chunk
+    return loss_of(config, vocabulary) if chunk == "none" else partial(chunked_cross_entropy, chunk=chunk)
 
 
 def source_digest(config: RunConfig) -> str:

@@ -30,7 +30,7 @@ from penstock.train.data.user_data import Dataset, UserDataset
 from penstock.train.devices import device_of_rank
 from penstock.train.folder.run_folder import RunFolder
 from penstock.train.measuring.split import SplitRule
-from penstock.train.model_source import build_layers, loss_of, source_digest
+from penstock.train.model_source import build_layers, loss_of, pipeline_loss, source_digest
 from penstock.train.optimizing.optim import check_optimizer
 from penstock.train.optimizing.precision import Precision, loss_scaler
 from penstock.train.settings.config import RunConfig
@@ -294,7 +294,7 @@ def build_pipeline(config: RunConfig, layers: list[LayerSpec], rule: SplitRule, 
     return Pipeline(
         with_checkpointing(layers, kinds),
         schedule=schedule,
-        loss=loss_of(config, vocabulary),
+        loss=pipeline_loss(config, vocabulary),
         count=count_target_tokens if counts_targets else None,
         scale_loss=loss_scaler(precision, device).scale_mean if needs_scaler else scale_over(batch_plan.full),
         main_gradients=precision.has_main_weights,

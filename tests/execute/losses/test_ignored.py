@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.execute.losses.chunked import chunked_cross_entropy
 from penstock.execute.losses.ignored import CountedTargets, count_ignored, counted_targets, uneven_targets
 
 CLASSES = torch.tensor([[1, -100, 2], [-100, 0, -100]])
@@ -34,6 +35,9 @@ class Own(nn.CrossEntropyLoss):
         (F.nll_loss, -100),
         (nn.NLLLoss(ignore_index=3), 3),
         (nn.NLLLoss(reduction="sum"), None),
+        (chunked_cross_entropy, -100),
+        (partial(chunked_cross_entropy, chunk=3, shift=False), -100),
+        (partial(chunked_cross_entropy, shift=True), None),
         (Own(), None),
         (F.mse_loss, None),
         (lambda output, target: F.cross_entropy(output, target), None),

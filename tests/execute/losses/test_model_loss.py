@@ -1,5 +1,8 @@
 """A model that brings a loss along trains by it, unless the caller gives one."""
 
+from functools import partial
+
+from penstock.execute.losses.chunked import chunked_cross_entropy
 from penstock.execute.losses.model_loss import LayersWithLoss, with_model_loss
 
 
@@ -32,3 +35,18 @@ def test_a_count_goes_with_the_loss_of_the_model_alone():
         ([], None, {}, (None, {})),
     ]:
         assert with_model_loss(layers, loss, options) == expected
+
+
+def test_the_chunked_cross_entropy_is_the_loss_of_the_model_unless_the_caller_says_how_it_shifts():
+    layers = Layers()
+    layers.shifts_labels = True
+
+    loss, options = with_model_loss(layers, partial(chunked_cross_entropy, chunk=3), {})
+    assert (loss.func, loss.keywords, options) == (
+        chunked_cross_entropy,
+        {"chunk": 3, "shift": True},
+        {"count": Layers.count},
+    )
+    own = partial(chunked_cross_entropy, shift=False)
+    assert with_model_loss(layers, own, {}) == (own, {})
+    assert with_model_loss([], chunked_cross_entropy, {}) == (chunked_cross_entropy, {})

@@ -29,6 +29,11 @@ from tests.train.settings.tables import config_with, refusal_of, table_with
             "debug.one_stream",
             "pipeline.messages = 'rendezvous' needs them one by one; drop one",
         ),
+        (
+            {"loss": {"chunk": "auto"}, "model": {"source": "own.py:layers", "loss": "own.py:loss"}},
+            "loss.chunk",
+            "is for the loss of next tokens, but model.loss is a function of yours; drop one of the two",
+        ),
         ({"debug": {"norms": "all"}}, "debug.norms", "'all' is written nowhere; set debug.log = 'info' too"),
         (
             {"batch": {"size": 18}},

@@ -59,6 +59,8 @@ def counted_targets(loss: Any) -> CountedTargets | None:
     while isinstance(loss, partial) and not loss.args:
         settings = {**loss.keywords, **settings}
         loss = loss.func
+    if getattr(loss, "ignores_labels", False) and not settings.get("shift"):  # the chunked cross entropy
+        return CountedTargets(IGNORED)
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and not settings:
         settings = {name: getattr(loss, name) for name in ("weight", "reduction", "ignore_index")}
     elif not any(loss is function for function in (nn.functional.cross_entropy, nn.functional.nll_loss)):

@@ -7,6 +7,7 @@ from torch import nn
 
 from penstock.errors import PipelineError
 from penstock.execute.control.error_notes import note_place
+from penstock.execute.losses.tails import TailedOutput
 from penstock.execute.stages.signatures import TakenKeywords
 from penstock.execute.stages.stage import Stage
 from penstock.execute.undocumented import is_leaf_changed_in_place
@@ -40,6 +41,7 @@ def run_layers(
 ) -> Any:
     """Call the layers of a stage in order, and return the result of the last layer.
 
+    A last layer that the loss applies is not called; it is in the result, a `TailedOutput`.
     The first layer gets all of `args`; each further layer gets the result of the layer before as its only positional
     argument. Every layer gets those of `kwargs` that its forward can take. `before_layer` is called before each layer
     with the index of the layer in the unsplit model. An error that a layer raises carries a note which layer it was.
@@ -48,7 +50,8 @@ def run_layers(
         PipelineError: a layer changes an input in place whose gradient another stage waits for, or it passes on a
             keyword to a module that does not take this keyword.
     """
-    for index, layer in enumerate(stage.modules):
+    layers = stage.modules if stage.tail is None else stage.modules[:-1]
+    for index, layer in enumerate(layers):
         if before_layer is not None:
             before_layer(stage.first_layer + index)
         try:
@@ -62,7 +65,7 @@ def run_layers(
             if explained is error:
                 raise
             raise explained from error
-    return args[0]
+    return args[0] if stage.tail is None else TailedOutput(args[0], stage.tail)
 
 
 def layer_place(name: str, layer: object) -> str:

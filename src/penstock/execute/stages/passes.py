@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PipelineError
 from penstock.execute.batch.microbatch import MicrobatchKey
+from penstock.execute.losses.tails import TailedOutput, reported_outputs
 from penstock.execute.parameters.gradient_store import GradientStore, WeightInputs
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.feature import ForwardPart, StageFeature, has_methods
@@ -195,6 +196,8 @@ class StagePasses:
         # parameter gets a gradient of zeros and not None. Stages that exchange something in backwards get zeros as
         # well: other replicas, whose microbatch may weigh something, exchange it too, and in the same order.
         is_zero = loss is None and (step.losses.weigh_nothing or self.options.reduces_in_backward)
+        if is_zero and isinstance(outputs, TailedOutput):
+            outputs = outputs.outputs()
         roots = needing_gradient((outputs, step.losses.parameters()) if is_zero else loss)
         saved_forward = self._saved_forward(parts, inputs, roots, deferred)
         self._require_training(step, saved_forward, loss)
@@ -215,7 +218,7 @@ class StagePasses:
 
     def _loss(self, step: Step, place: MicrobatchKey, parts: Sequence[ForwardPart], outputs: Any) -> Tensor | None:
         if step.output_ranks:
-            step.outputs[place] = detached(outputs)
+            step.outputs[place] = detached(reported_outputs(outputs))
         target = step.slices[place[0]][place[1]].target
         with ExitStack() as stack:
             for part in parts:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from penstock.execute.losses.tails import Tail
 from penstock.execute.split.own_weight_gradients import OwnWeightGradients
 from penstock.execute.split.planner import SplitPlanner
 from penstock.execute.stages.names import named_parameters
@@ -32,7 +33,13 @@ class Stage:
         # The planner belongs to the stage, not to a program: split backwards of all programs share what it has learned.
         self.split_planner = SplitPlanner()
         self.own_weight_gradients = OwnWeightGradients(self.modules)
+        self.tail: Tail | None = None
+        """The last layer as a function of hidden states, where the loss applies it; None where the stage does."""
         self._snapshot: ModuleSnapshot | None = None  # not yet: tied parameters are put in place after this
+
+    def defer_tail(self, tail: Tail) -> None:
+        """Leave the last layer to the loss, which gets it as a function of hidden states."""
+        self.tail = tail
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters that the layers hold now; walks their modules only where they have changed."""

@@ -1,7 +1,7 @@
 """`CutPart`: one layer of a cut module. It holds submodules, and runs the forward from there to the next point."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from penstock.models.cutting.batch_signature import BatchSignature
 from penstock.models.cutting.entry import PartCall
 from penstock.models.cutting.forward import CutForward, PartOutput, Segment
 from penstock.models.cutting.points import tensor_of
+from penstock.models.cutting.tail import TailSteps, example_of, tail_steps
 
 
 class CutPart(nn.Module):
@@ -33,6 +34,7 @@ class CutPart(nn.Module):
         super().__init__()
         self.layer_name = name
         self._forward, self._segment = forward, segment
+        self._tails: dict[Any, TailSteps] = {}
         for name, module in modules.items():
             holder, local_name = _branch(self, name)
             holder.add_module(local_name, module)
@@ -65,6 +67,26 @@ class CutPart(nn.Module):
     def whole_model(self) -> nn.Module:
         """The model that was cut; on the meta device, unless the layers hold its own modules."""
         return self._forward.template.model
+
+    @property
+    def tail(self) -> Callable[[Tensor], Tensor] | None:
+        """The layer as a function of a hidden state [1, positions, width], for a loss that applies it to some positions
+        at a time; None where the layer is not what a decoder makes its outputs by."""
+        ends_decoder = self._segment.stop is None and getattr(self._forward.entry, "ends_by_position", False)
+        return self._run_tail if ends_decoder else None
+
+    def _run_tail(self, hidden: Tensor) -> Tensor:
+        """Return the outputs of a hidden state. Raises: PenstockError, where they are not made position by position."""
+        segment, key = self._segment, (hidden.dtype, hidden.device, self.training)
+        modules = {name: self.get_submodule(name) for name in segment.modules}
+        if key not in self._tails:
+            tensors = {name: tensor_of(self, name) for name in segment.tensors}
+
+            def run(noted_modules: Mapping[str, nn.Module], positions: Tensor) -> Any:
+                return self._forward.run(segment, noted_modules, tensors, PartCall((positions,), {}, False), {})
+
+            self._tails[key] = tail_steps(run, modules, example_of(hidden))
+        return self._tails[key].run(modules, hidden)
 
     @property
     def batch_signature(self) -> BatchSignature:

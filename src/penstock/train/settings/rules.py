@@ -187,6 +187,8 @@ def _pipeline_problems(config: Sections) -> Iterator[Problem]:
     if pipeline.layers_per_stage and (pipeline.stages_per_rank or not isinstance(pipeline.split, str)):
         other = "stages_per_rank" if pipeline.stages_per_rank else "split"
         yield "pipeline.layers_per_stage", f"beside pipeline.{other}, which says the number of stages too; drop one"
+    if config.loss.chunk != "none" and config.model.loss:
+        yield "loss.chunk", "is for the loss of next tokens, but model.loss is a function of yours; drop one of the two"
     if pipeline.messages != "posted" and config.debug.level != "off":
         problem = f"{pipeline.messages!r} beside debug.level = {config.debug.level!r}, which sends a header with each"
         yield "pipeline.messages", f"{problem} message, one by one; change one of the two"

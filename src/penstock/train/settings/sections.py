@@ -24,8 +24,7 @@ class RunSection(Section):
     steps: Positive = 500
     """optimizer steps"""
     device: str = Field(default="auto", min_length=1)
-    """where the ranks compute: a kind of GPU that this torch is built for, such as 'cuda': one each; 'cpu'; 'auto': on
-    GPUs if there are any, else CPUs"""
+    """a kind of GPU that this torch is built for, such as 'cuda', one each; 'cpu'; 'auto': GPUs, if there are any"""
     skip_updates: bool = False
     """whether steps run but change no weight: a dry run of forwards and backwards"""
     deadline_s: float = Field(default=60.0, gt=0, le=1_000_000)
@@ -113,8 +112,7 @@ class ModelSection(Section, DecoderConfig):
     transformers: str = ""
     """folder of a causal language model of Hugging Face, with its tokenizer (extra `transformers`)"""
     verify: NameOr[Literal["auto"], bool] = "auto"
-    """whether rank 0 compares the model of model.transformers with its layers before the first step; 'auto': where the
-    whole model fits into its memory"""
+    """whether rank 0 compares model.transformers with its layers before step 1; 'auto': if it has memory for both"""
     loss: str = ""
     """FILE.py:FUNCTION of the last layer's output and the target; empty: cross entropy of next tokens"""
     source_digest: str = ""
@@ -134,6 +132,13 @@ class ModelSection(Section, DecoderConfig):
     def place_key(self) -> str:
         """The key that says so."""
         return "model.source" if self.source else "model.transformers"
+
+
+class LossSection(Section):
+    """How the loss of next tokens is computed."""
+
+    chunk: NameOr[Literal["none", "auto"], Positive] = "none"
+    """most positions whose logits are held at once; 'auto': as many as are as large as hidden states; 'none': all"""
 
 
 class BatchSection(Section):
@@ -265,8 +270,7 @@ class ProfileSection(Section):
     """Steps that run under torch's profiler, which takes time and memory."""
 
     steps: Sizes = ()
-    """first and last step of the window, counted from 1, as in [100, 105]; empty: no profile. The trace of each rank is
-    profile-rankN.json.gz in the run folder"""
+    """first and last step of the window, counted from 1, as in [100, 105]; empty: none. Makes profile-rankN.json.gz"""
     memory: bool = False
     """whether these traces have allocations, too; on GPUs, also memory-rankN.json.gz, the allocator's blocks at last"""
 
@@ -295,6 +299,7 @@ class Sections(Section):
     pipeline: PipelineSection = PipelineSection()
     parallel: ParallelSection = ParallelSection()
     model: ModelSection = ModelSection()
+    loss: LossSection = LossSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
     precision: PrecisionSection = PrecisionSection()

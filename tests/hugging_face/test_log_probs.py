@@ -1,0 +1,124 @@
+"""Log-probabilities of a pipeline are those of the model to the bit, and gradients those of its own loss."""
+
+import copy
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.errors import ConfigError, PipelineError
+from tests.hugging_face.families import FAMILIES, accumulated, batch_of, furthest, model_of
+from tests.support.local_pipelines import error_of, on_ranks, zero
+
+pytest.importorskip("transformers")
+
+
+def sum_of(log_probs, target):
+    return ps.LossOutput(-log_probs.sum(), (target[:, 1:] != -100).sum(), reported=log_probs)
+
+
+def log_probs_of(model, tokens, labels, keywords):
+    """Compute what a pipeline must report, microbatch by microbatch, in one process."""
+    found = []
+    for begin in range(0, len(tokens), 2):
+        rows = slice(begin, begin + 2)
+        with torch.no_grad():
+            own = {name: value[rows] for name, value in keywords.items()}
+            logits = model(tokens[rows], use_cache=False, **own).logits[:, :-1].float()
+        chosen = torch.log_softmax(logits, -1).gather(-1, tokens[rows, 1:, None]).squeeze(-1)
+        found.append(torch.where(labels[rows, 1:] != -100, chosen, 0))
+    return found
+
+
+QUICK = [("llama", "1f1b", 2, 5, "packed", {}), ("gemma2", "zbv", 2, 4, "padded", {"tie_word_embeddings": True})]
+SLOW = [
+    *((family, "interleaved-1f1b", 2, 7, "plain", {}) for family in FAMILIES),
+    ("llama", "zb-h1", 4, "auto", "padded", {"tie_word_embeddings": True}),
+    ("gpt2", "1f1b", 1, 4, "plain", {}),
+]
+
+
+@pytest.mark.feature("X56")
+@pytest.mark.parametrize(
+    ("family", "schedule", "ranks", "chunk", "kind", "changes"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_log_probs_are_those_of_the_model_and_gradients_too(family, schedule, ranks, chunk, kind, changes):
+    model = model_of(family, "eager" if family == "gemma2" else "sdpa", **changes).train()
+    tokens, labels, keywords = batch_of(kind)
+    loss, gradients = accumulated(copy.deepcopy(model), tokens, labels, keywords)
+    layers = ps.from_transformers(copy.deepcopy(model))
+
+    def case(transport):
+        function = layers.log_probs(sum_of, chunk=chunk)
+        with ps.Pipeline(layers, schedule, 4, function, count=layers.count, transport=transport) as pipeline:
+            result = pipeline.step(tokens, target=labels, **keywords)
+            evaluated = pipeline.evaluate(tokens, target=labels, **keywords)
+            own = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
+            return result.loss.item(), own, result.reported, evaluated.reported
+
+    found = on_ranks(ranks, case)
+
+    expected = log_probs_of(model, tokens, labels, keywords)
+    assert [rank_loss for rank_loss, *_ in found] == pytest.approx([loss] * ranks, rel=1e-6)
+    assert max(furthest(own, gradients, model.all_tied_weights_keys) for _, own, *_ in found) < 1e-6
+    (reported,) = [pair for *_, trained, evaluated in found if trained for pair in [(trained, evaluated)]]
+    for values in reported:
+        assert all(torch.equal(*pair) for pair in zip(values, expected, strict=True))
+
+
+def test_the_chunked_cross_entropy_is_the_loss_of_the_model_with_its_count_and_its_shift():
+    model = model_of("llama")
+    tokens, labels, keywords = batch_of("padded")
+    layers = ps.from_transformers(model)
+    wanted = ps.Pipeline(layers, "1f1b", 4, ranks=1).step(tokens, target=labels, **keywords)
+    pipeline = ps.Pipeline(layers, "1f1b", 4, ps.losses.chunked_cross_entropy, ranks=1)
+
+    torch.testing.assert_close(pipeline.step(tokens, target=labels, **keywords).loss, wanted.loss)
+    assert pipeline.options.count is not None
+    assert pipeline.evaluate(tokens, return_outputs=True, **keywords).outputs.shape == (*tokens.shape, 64)
+
+
+def test_a_frozen_head_is_left_alone_and_what_is_before_it_trains():
+    layers = ps.from_transformers(model_of("llama"))
+    layers.whole.lm_head.requires_grad_(False)
+    tokens, labels, _ = batch_of("plain")
+    pipeline = ps.Pipeline(layers, "1f1b", 4, layers.log_probs(sum_of), count=layers.count, ranks=1)
+    pipeline.step(tokens, target=labels)
+
+    assert layers.whole.lm_head.weight.grad is None
+    assert layers.whole.model.norm.weight.grad.any()
+
+
+def test_a_model_that_is_no_decoder_and_one_whose_last_layer_does_more_are_refused():
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    masked = ps.from_transformers(
+        transformers.BertConfig(**sizes, num_attention_heads=2, architectures=["BertForMaskedLM"])
+    )
+    balanced = ps.from_transformers(model_of("mixtral", output_router_logits=True))
+
+    for layers in (masked, balanced):
+        error = error_of(ps.Pipeline, layers, "1f1b", 4, layers.log_probs(sum_of), ranks=1)
+        assert isinstance(error, ConfigError)
+        assert "does not say that it treats each position alone" in str(error)
+
+
+def test_a_label_of_another_vocabulary_is_refused_on_all_ranks_and_the_next_step_runs():
+    layers = ps.from_transformers(model_of("llama"))
+    tokens, labels, _ = batch_of("plain")
+    wrong = labels.clone()
+    wrong[5, 5] = 64
+
+    def case(transport):
+        loss = layers.log_probs(sum_of)
+        with ps.Pipeline(layers, "1f1b", 4, loss, count=layers.count, transport=transport) as pipeline:
+            error = error_of(pipeline.step, tokens, target=wrong)
+            zero(pipeline)
+            return error, pipeline.step(tokens, target=labels).loss
+
+    for error, loss in on_ranks(2, case):
+        assert isinstance(error, PipelineError)
+        assert "label 64, but the model has a vocabulary of 64; take the tokenizer of the model" in str(error)
+        assert loss > 0
