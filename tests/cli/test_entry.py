@@ -29,7 +29,7 @@ FLAGS = {
     "profile": "RUN.toml --force --output --port --set --steps",
     "doctor": "RUN_DIR --memory-limit --split --system --to",
     "runs": RESULT,
-    "generate": "--function --prompt --seed --temperature --tokens --top-k",
+    "generate": "--function --prompt --seed --temperature --tokens --top-k --top-p",
     "evaluate": "--checkpoint --data --function --port --set --to",
     "completion": "",
 }

@@ -1,19 +1,21 @@
 """Text after a prompt: what the model gives its next token by itself, the same on any ranks."""
 
-from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+import penstock as ps
 from penstock.checkpoints.weight_files import save_weights
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import DecoderConfig, decoder_layers
 from penstock.pipeline import Pipeline
 from penstock.train.data.tokenizer import Tokenizer, load_tokenizer
-from penstock.train.generation import as_text, draw, generate, load_trained, prompt_tokens
+from penstock.train.generation import as_text, generate, load_trained, prompt_tokens
 from penstock.train.settings.config import config_from_table
 from penstock.train.settings.sections import SampleSection
+from tests.hugging_face.families import model_of
 from tests.support.local_pipelines import on_ranks
 from tests.train.tiny_runs import tiny_table
 
@@ -71,29 +73,48 @@ def test_draws_are_the_same_on_any_ranks_and_others_with_another_seed():
     assert on_ranks(1, generated, "gpipe", 1, DRAWN, {}, 2) != [alone]
 
 
-# ---- one draw
+# ---- a model of transformers
 
 
-def draws(section, logits, num_draws=4000):
-    generator = torch.Generator().manual_seed(0)
-    counts = Counter(draw(section, torch.tensor(logits), generator) for _ in range(num_draws))
-    return [counts[token] / num_draws for token in range(len(logits))]
+def llama(**changes):
+    return model_of("llama", vocab_size=256, **changes).eval()
 
 
-@pytest.mark.parametrize(
-    ("section", "odds"),
-    [
-        (SampleSection(temperature=1), [1, 2, 4]),
-        (SampleSection(temperature=0.5), [1, 4, 16]),
-        (SampleSection(temperature=1, top_k=2), [0, 2, 4]),
-        (SampleSection(temperature=1, top_k=9), [1, 2, 4]),
-        (SampleSection(temperature=0), [0, 0, 1]),
-    ],
-)
-def test_tokens_are_drawn_as_often_as_temperature_and_top_k_say(section, odds):
-    logits = torch.tensor([1.0, 2.0, 4.0]).log().tolist()
+@pytest.mark.parametrize(("length", "reads_once"), [(64, True), (15, False)])
+def test_a_model_of_transformers_reads_each_token_once_where_it_has_positions_for_the_text(length, reads_once):
+    model = llama(max_position_embeddings=length)
+    text, shapes = list(PROMPT), []
+    for _ in range(GREEDY.tokens):
+        text.append(int(model(torch.tensor([text[-LENGTH:]] if not reads_once else [text])).logits[0, -1].argmax()))
+    layers, evaluate = ps.from_transformers(model), Pipeline.evaluate
 
-    assert draws(section, logits) == pytest.approx([each / sum(odds) for each in odds], abs=0.03)
+    def noted(pipeline, rows, **keywords):
+        shapes.append(tuple(rows.shape))
+        return evaluate(pipeline, rows, **keywords)
+
+    def case(wires):
+        pipeline = Pipeline(layers, "1f1b", 2, transport=wires)
+        pipeline.evaluate = partial(noted, pipeline)
+        return list(generate(pipeline, PROMPT, ENDLESS, GREEDY, length=LENGTH))
+
+    assert on_ranks(2, case) == [text[len(PROMPT) :]] * 2
+    assert set(shapes) == ({(1, len(PROMPT)), (1, 1)} if reads_once else {(1, LENGTH)})
+
+
+def test_a_model_of_which_layers_keep_nothing_is_read_as_a_whole_again():
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, past_key_values=None, **kwargs: forward(*args, past_key_values=None, **kwargs)
+    section = SampleSection(tokens=2, temperature=0)
+
+    with Pipeline(ps.from_transformers(model), "gpipe", 1, ranks=1) as pipeline:
+        found = list(generate(pipeline, PROMPT, ENDLESS, section, length=LENGTH))
+
+    text = list(PROMPT)
+    for _ in found:
+        text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    assert found == text[len(PROMPT) :]
 
 
 # ---- tokens and text

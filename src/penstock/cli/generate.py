@@ -27,6 +27,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="K",
         help="of how many of the likeliest tokens one is drawn; 0: of all (default: sample.top_k)",
     )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="one is drawn of the likeliest tokens whose probabilities together come to P; 1: of all "
+        "(default: sample.top_p)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: run.seed)")
 
 
@@ -59,6 +66,7 @@ def _config_of(arguments: Namespace) -> Any:
         "sample.tokens": arguments.tokens,
         "sample.temperature": arguments.temperature,
         "sample.top_k": arguments.top_k,
+        "sample.top_p": arguments.top_p,
     }
     config = load_config(path, [f"{key}={value}" for key, value in overrides.items() if value is not None])
     require_named_code(config, arguments.functions, runs=[KEY])  # no loss, and none of its data

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
+from penstock.hugging_face.cached_rows import CACHED_ROWS, with_cache
 from penstock.hugging_face.trial_batch import TOKENS
 from penstock.hugging_face.undocumented import forward_settings, output_of
 from penstock.models.cutting.batch_signature import BatchSignature
@@ -25,7 +26,8 @@ class DecoderEntry:
     """The entry of a decoder: tokens by position, which the first stage alone is given."""
 
     def __init__(self, model: Any) -> None:
-        self.batch_signature = BatchSignature(model, (TOKENS, *DECODER_KEYWORDS), first=(TOKENS,))
+        names = (TOKENS, *DECODER_KEYWORDS)
+        self.batch_signature = BatchSignature(model, names, first=(TOKENS,), of_entry=(CACHED_ROWS,))
         self._settings = forward_settings(model)
 
     def call(self, model: nn.Module, part_call: PartCall) -> Any:
@@ -35,7 +37,7 @@ class DecoderEntry:
             hidden = next(iter(tensors_in(part_call.inputs)))
             tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
         batch = {TOKENS: part_call.batch_leaf(TOKENS, tokens)}
-        return output_of(model(**batch, **part_call.keywords, **self._settings))
+        return output_of(model(**batch, **with_cache(self._settings, part_call.keywords)))
 
 
 class BatchEntry:
@@ -57,7 +59,7 @@ class BatchEntry:
         inputs = part_call.inputs if part_call.is_first else ()
         _, batch = self.batch_signature.bind(inputs, part_call.keywords)
         try:
-            return output_of(model(**batch, **self._settings))
+            return output_of(model(**with_cache(self._settings, batch)))
         except PenstockError:
             raise
         except Exception as error:
@@ -74,7 +76,7 @@ class WholeBatchSignature(BatchSignature):
     """The arguments of a forward that calls some blocks only if its batch has certain keywords, as those of images."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], block_by_keyword: Mapping[str, str]) -> None:
-        super().__init__(model, names)
+        super().__init__(model, names, of_entry=(CACHED_ROWS,))
         self._block_by_keyword = block_by_keyword
 
     def bind(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.execute.losses.model_loss import LayersWithLoss
+from penstock.hugging_face.generation import Request, generate
 from penstock.hugging_face.losses import Loss, loss_of
 from penstock.hugging_face.pretrained_out import save_pretrained
 from penstock.models.cutting.part import CutPart
@@ -71,6 +72,45 @@ class TransformersModel(LayersWithLoss[Layer]):
         """
         shared_names = {name for layer in self._layers if isinstance(layer, nn.Module) for name in _shared(layer)}
         save_pretrained(pipeline, Path(folder), self.whole, self.source, shared_names=shared_names)
+
+    def generate(
+        self,
+        pipeline: Pipeline,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return prompts and the tokens that follow them, [rows, length] of int64, as `generate` of transformers does.
+
+        Every rank calls it, with the same arguments. Prompts are [rows, length], padded on the left, with zeros in
+        `attention_mask` there. Each rank keeps keys and values of its own layers until the call ends. A row ends with
+        `eos_token_id`, by default that of the model's `generation_config`, and is padded then; `()` ends none.
+
+        With a `temperature` of 0 each token is the likeliest one. Otherwise it is drawn with `top_k`, `top_p` and
+        `seed`: the tokens are those of transformers with `do_sample=True` after `torch.manual_seed(seed)`. Other
+        settings of `generation_config`, such as penalties, do not count.
+
+        Raises:
+            ConfigError: on every rank: the model cannot be read with a cache, or an argument is wrong.
+            PipelineError: on every rank: a rank passes something else, or is lost.
+        """
+        request = Request(
+            tokens=input_ids,
+            mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos_token_id=eos_token_id,
+        )
+        return generate(pipeline, self.whole, request)
 
     def count(self, labels: Tensor) -> int:
         """Return how many labels the loss is the mean of."""

@@ -1,10 +1,11 @@
 """Generating text: the trained model reads what there is so far, and one of its likely next tokens is added.
 
-Every token takes an evaluation of the pipeline, so this works on any number of ranks. The context is filled up behind
-its end to one length, so that the ranks agree on its shapes once: no position reads those behind it.
+Every token takes an evaluation of the pipeline, so this works on any number of ranks. Those of a model of transformers
+keep what they have read. Any other model reads the context again, filled up behind its end to one length, so that the
+ranks agree on its shapes once: no position reads those behind it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from penstock.checkpoints.pretrained import load_weights
 from penstock.errors import ConfigError, described
+from penstock.hugging_face.generation import Choose, Request, cached_model, next_tokens, shared_tokens
+from penstock.hugging_face.sampling import Sampling
 from penstock.pipeline import Pipeline
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 from penstock.train.devices import device_of_rank
@@ -24,16 +27,6 @@ from penstock.train.settings.sections import SampleSection
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 PADDING = 0
-
-
-def draw(section: SampleSection, logits: Tensor, generator: torch.Generator) -> int:
-    """Return a token of [vocabulary] logits, as `temperature` and `top_k` say."""
-    if section.temperature == 0:
-        return int(logits.argmax())
-    scores = logits.cpu().double() / section.temperature
-    if 0 < section.top_k < len(scores):
-        scores[scores < scores.topk(section.top_k).values[-1]] = -torch.inf
-    return int(torch.multinomial(scores.softmax(0), 1, generator=generator))
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str, *, key: str) -> list[int]:
@@ -56,25 +49,67 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt, at most `section.tokens`, up to the end of the document.
 
-    Every rank iterates to the end, and gets the same tokens. Each token is drawn from the outputs of a whole forward
-    over the text so far, of which the last `length` tokens are read. `section` has the temperature and the like.
+    Every rank iterates to the end, and gets the same tokens. A model of transformers reads each token once, where it
+    has positions for all of them. Any other reads the last `length` tokens of the text so far for each token. `section`
+    has the temperature and the like.
     """
-    text, generator = list(prompt), torch.Generator().manual_seed(seed)
-    precision = precision or Precision()
-    for _ in range(section.tokens):
+    generator = torch.Generator(pipeline.device).manual_seed(seed)
+    sampling = Sampling(temperature=section.temperature, top_k=section.top_k, top_p=section.top_p)
+
+    def choose(logits: Tensor) -> Tensor:
+        return sampling.draw(logits[:, : tokenizer.vocabulary], generator)
+
+    with closing(_tokens(pipeline, prompt, section.tokens, length, choose, precision or Precision())) as tokens:
+        for token in tokens:
+            if token == tokenizer.end_of_document:
+                return
+            yield token
+
+
+def _tokens(
+    pipeline: Pipeline, prompt: Sequence[int], number: int, length: int, choose: Choose, precision: Precision
+) -> Generator[int]:
+    """Yield tokens, by a cache where the model keeps one."""
+    model = cached_model(pipeline, len(prompt) + number)
+    if model is not None:
+        cached_tokens = _tokens_with_cache(pipeline, model, prompt, number, choose, precision)
+        try:
+            first_token = next(cached_tokens)
+        except ConfigError:  # some of its layers keep nothing
+            pass
+        else:
+            yield first_token
+            yield from cached_tokens
+            return
+    yield from _tokens_without_cache(pipeline, prompt, number, length, choose, precision)
+
+
+def _tokens_with_cache(
+    pipeline: Pipeline, model: Any, prompt: Sequence[int], number: int, choose: Choose, precision: Precision
+) -> Generator[int]:
+    """Yield tokens, of which a model of transformers reads each once."""
+    rows = torch.tensor([list(prompt)], device=pipeline.device)
+    request = Request(tokens=rows, mask=torch.ones_like(rows), max_new_tokens=number)
+    with closing(next_tokens(pipeline, model, request, choose)) as steps:
+        for _ in range(number):
+            with precision.region(pipeline.device):
+                token = next(steps)
+            yield int(token)
+
+
+def _tokens_without_cache(
+    pipeline: Pipeline, prompt: Sequence[int], number: int, length: int, choose: Choose, precision: Precision
+) -> Generator[int]:
+    """Yield tokens, each from a whole forward over the last `length` tokens of the text so far."""
+    text = list(prompt)
+    for _ in range(number):
         context = text[-length:]
         rows = torch.tensor([context + [PADDING] * (length - len(context))], device=pipeline.device)
         with precision.region(pipeline.device):
             outputs = pipeline.evaluate(rows, return_outputs=True).outputs
-        local_token = -1
-        if outputs is not None:  # only the rank of the last stage has outputs; all other ranks say -1
-            local_token = draw(section, outputs[0, len(context) - 1, : tokenizer.vocabulary], generator)
-        tokens_by_rank: list[Any] = pipeline.control.all_gather_object(local_token)
-        token = max(tokens_by_rank)
-        if token == tokenizer.end_of_document:
-            return
-        text.append(token)
-        yield token
+        logits = None if outputs is None else outputs[:, len(context) - 1]
+        text.append(int(shared_tokens(pipeline, logits, choose)))
+        yield text[-1]
 
 
 def obstacle_to_sampling(config: RunConfig, pipeline: Pipeline) -> str:

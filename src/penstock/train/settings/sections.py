@@ -332,6 +332,8 @@ class SampleSection(Section):
     """divides the logits before a token is drawn; 0: always the likeliest"""
     top_k: NotNegative = 0
     """of how many of the likeliest tokens one is drawn; 0: of all"""
+    top_p: float = Field(default=1, gt=0, le=1)
+    """one is drawn of the likeliest tokens whose probabilities together come to this; 1: of all"""
 
 
 class CheckpointSection(Section):
