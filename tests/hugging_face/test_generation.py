@@ -319,7 +319,7 @@ def test_settings_by_which_transformers_takes_other_tokens_are_refused_by_name()
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("t5", "has an encoder"), ("bert", "is no causal decoder"), ("llava", "is no causal decoder of text alone")],
+    [("t5", "has an encoder"), ("bert", "has no generate"), ("llava", "is no decoder of text alone")],
 )
 def test_models_that_keep_no_cache_of_their_own_are_refused_by_name(name, words):
     assert words in obstacle_to_cache(tiny_further.model_of(name))

@@ -7,13 +7,11 @@ layers    begin        blocks.0            blocks.1  embed..........layers.0  la
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from penstock.errors import ConfigError, nearest
 from penstock.hugging_face.source import KEY
-from penstock.hugging_face.undocumented import LossKind, loss_kind
 from penstock.models.cutting.forward import Segment
 from penstock.models.cutting.order import CallOrder
 from penstock.models.cutting.points import names_like
@@ -36,11 +34,6 @@ def block_lists(model: nn.Module, patterns: Sequence[str] | None = None) -> list
             key=KEY,
         )
     return outermost
-
-
-def is_decoder(model: Any) -> bool:
-    """Whether a model is a causal decoder of one list of blocks."""
-    return loss_kind(model) is LossKind.SHIFTED and len(block_lists(model)) == 1
 
 
 def _is_block_list(module: nn.Module) -> bool:

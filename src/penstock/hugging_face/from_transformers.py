@@ -18,14 +18,16 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.hugging_face import source as sources
 from penstock.hugging_face.balance import Balance
-from penstock.hugging_face.chains import block_lists, called_chains, is_decoder, layer_segments, positions_by_layer
+from penstock.hugging_face.chains import block_lists, called_chains, layer_segments, positions_by_layer
 from penstock.hugging_face.entries import DECODER_KEYWORDS, BatchEntry, DecoderEntry
 from penstock.hugging_face.model import TransformersModel
 from penstock.hugging_face.trial_batch import TOKENS, trial_batch
 from penstock.hugging_face.undocumented import (
+    LossKind,
     collect_outputs,
     collects_outputs,
     give_values,
+    loss_kind,
     share_collecting_hooks,
     share_of_experts,
     tied_names,
@@ -95,7 +97,7 @@ def from_transformers(
         ]
         for layer in layers:
             layer.layer_weight = weight(layer.layer_name, layer)
-        return TransformersModel(layers, model, None, is_decoder=is_decoder(model))
+        return TransformersModel(layers, model, None, is_decoder=_is_decoder(model))
     ties = tied_names(model)
     specs = []
     for name, segment in plan.segments.items():
@@ -114,7 +116,7 @@ def from_transformers(
                 batch_signature=plan.entry.batch_signature,
             )
         )
-    return TransformersModel(specs, model, folder, is_decoder=is_decoder(model))
+    return TransformersModel(specs, model, folder, is_decoder=_is_decoder(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def _tried_entry(model: Any, cut: CutModel, example: Mapping[str, Any] | None) -
     """
     batch_entry = BatchEntry(model)
     batch = trial_batch(model, example, batch_entry.batch_signature)
-    if is_decoder(model) and TOKENS in batch and batch.keys() <= {TOKENS, *DECODER_KEYWORDS}:
+    if _is_decoder(model) and TOKENS in batch and batch.keys() <= {TOKENS, *DECODER_KEYWORDS}:
         entry = DecoderEntry(model)
         keywords = {name: value for name, value in batch.items() if name != TOKENS}
         order = _order(model, cut, entry, PartCall((batch[TOKENS],), keywords, is_first=True))
@@ -183,6 +185,11 @@ def _block_by_keyword(
         if left_out and order_without.error is None:
             block_by_keyword[keyword] = left_out[0]
     return block_by_keyword
+
+
+def _is_decoder(model: Any) -> bool:
+    """Whether a model is a causal decoder of one list of blocks."""
+    return loss_kind(model) is LossKind.SHIFTED and len(block_lists(model)) == 1
 
 
 def _order(model: Any, cut: CutModel, entry: Entry, batch: PartCall) -> CallOrder:

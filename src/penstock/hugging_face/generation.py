@@ -22,7 +22,6 @@ from penstock.execute.control.handshake import Rule, require_equal
 from penstock.execute.stages.evaluation import evaluating
 from penstock.execute.transport.calls import collective
 from penstock.hugging_face.cached_rows import CACHED_ROWS, CachedRows
-from penstock.hugging_face.chains import is_decoder
 from penstock.hugging_face.sampling import Sampling, require_number
 from penstock.hugging_face.undocumented_caches import cache_argument, inputs_of_forward, longest_text, rank_cache
 from penstock.models.cutting.part import CutPart
@@ -123,10 +122,10 @@ def obstacle_to_cache(model: Any) -> str:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} has an encoder, whose outputs its decoder reads anew for each token; call its own generate"
-    if not is_decoder(model):
-        return f"{name} is no causal decoder of text alone; call its own generate"
     if not model.can_generate():
         return f"{name} has no generate of transformers either; take a model with a head for the next token"
+    if model.config.get_text_config() is not model.config:  # the config of several models
+        return f"{name} is no decoder of text alone; call its own generate"
     if not cache_argument(model):
         return f"the forward of {name} takes no cache of transformers; call its own generate"
     return ""

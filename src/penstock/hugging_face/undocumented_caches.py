@@ -109,7 +109,7 @@ def _with_dynamic_cache(kind: type) -> Any:
     """Return a class that is a `DynamicCache` of transformers too, for forwards that ask isinstance()."""
     from transformers import DynamicCache
 
-    return type(kind.__name__, (kind, DynamicCache), {})
+    return type(kind.__name__, (kind, DynamicCache), {"__module__": kind.__module__})
 
 
 def _ruler(config: Any) -> Any:
