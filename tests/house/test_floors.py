@@ -63,7 +63,17 @@ LAST_PLANNING_FLOOR = 5
 NOT_ON_PLANNING_FLOORS = {
     *("torch", "pydantic", "safetensors", "rich", "tensorboard", "tokenizers", "matplotlib", "transformers"),
 }
-OPTIONAL = {"matplotlib", "tensorboard", "tokenizers", "wandb", "ortools", "argcomplete", "datasets", "transformers"}
+OPTIONAL = {
+    "matplotlib",
+    "tensorboard",
+    "tokenizers",
+    "wandb",
+    "ortools",
+    "argcomplete",
+    "datasets",
+    "transformers",
+    "peft",
+}
 # The few late imports of packages that are always there: (file, package), and why.
 LATE = {
     ("penstock.ir.hot", "numba"),  # the compiler takes longer to load than a small plan takes to make

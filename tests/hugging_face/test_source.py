@@ -26,8 +26,6 @@ def test_no_folder_and_no_config_in_it(tmp_path):
     assert "there is no such folder" in refused(tmp_path / "none")
     assert "holds no config.json" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "is an adapter (adapter_config.json); merge it" in refused(tmp_path)
     assert "expected a folder, a config or a model" in refused(3)
 
 

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.execute.losses.model_loss import LayersWithLoss
+from penstock.hugging_face.adapter_files import AdapterFormat, MergedFormat
+from penstock.hugging_face.adapters import Adapter
 from penstock.hugging_face.losses import Loss, loss_of
-from penstock.hugging_face.pretrained_out import save_pretrained
+from penstock.hugging_face.pretrained_out import PretrainedFormat, SavedFormat, save_as
 from penstock.models.cutting.part import CutPart
 from penstock.models.layer import LayerSpec
 from penstock.pipeline import Pipeline
@@ -25,13 +27,25 @@ class TransformersModel(LayersWithLoss[Layer]):
     it. Labels of causal decoders are not shifted, the loss does it.
     """
 
-    def __init__(self, layers: Sequence[Layer], whole: Any, source: Path | None, *, is_decoder: bool) -> None:
-        """`whole` is the model, on the meta device unless it was given; `source` is the folder it came from, if any."""
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        whole: Any,
+        source: Path | None,
+        *,
+        is_decoder: bool,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """`whole` is the model, on the meta device unless it was given; `source` is the folder it came from, if any.
+
+        `adapter` is the adapter of peft in it, if any.
+        """
         self._layers = list(layers)
         self._loss = loss_of(whole)
         self.whole = whole
         self.config = whole.config
         self.source = source
+        self.adapter = adapter
         self.is_decoder = is_decoder
         """Whether it is a causal decoder of text alone."""
 
@@ -59,18 +73,28 @@ class TransformersModel(LayersWithLoss[Layer]):
         """
         return self._known_loss.mean(logits, labels)
 
-    def save_pretrained(self, pipeline: Pipeline, folder: str | Path) -> None:
+    def save_pretrained(self, pipeline: Pipeline, folder: str | Path, *, merged: bool = False) -> None:
         """Write the weights of a pipeline of this model, and its config, as transformers saves them.
 
         Every rank calls it. `from_pretrained(folder)` of the model's class then loads them. Files of the tokenizer and
         the processor are copied from the folder that the model came from.
 
+        Of a model with an adapter, the adapter alone is written, as peft saves it. With `merged`, it is merged into the
+        weights, and the model is written; the pipeline stays as it is.
+
         Raises:
-            NotSaved: on every rank, if a file cannot be written, or the pipeline is of another model.
+            NotSaved: on every rank, if a file cannot be written, the pipeline is of another model, or an adapter cannot
+                be merged.
             PipelineError: a rank is lost meanwhile.
         """
+        name = "" if self.adapter is None or merged else self.adapter.folder_name
+        save_as(pipeline, Path(folder, name), self._format(merged=merged))
+
+    def _format(self, *, merged: bool) -> SavedFormat:
+        if self.adapter is not None:
+            return MergedFormat.of(self.adapter, self.source) if merged else AdapterFormat(self.adapter)
         shared_names = {name for layer in self._layers if isinstance(layer, nn.Module) for name in _shared(layer)}
-        save_pretrained(pipeline, Path(folder), self.whole, self.source, shared_names=shared_names)
+        return PretrainedFormat(self.whole, self.source, shared_names=shared_names)
 
     def count(self, labels: Tensor) -> int:
         """Return how many labels the loss is the mean of."""

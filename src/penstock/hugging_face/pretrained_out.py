@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoints.agreement import failing_as
+from penstock.checkpoints.agreement import failing_as, require_equal_on_ranks
 from penstock.checkpoints.content import SAME_MODEL, require_same_names
 from penstock.checkpoints.pretrained import files_of, find_weights
 from penstock.checkpoints.shards import DTYPE_NAMES, DTYPES, read_tensors, shapes_of
@@ -67,22 +67,24 @@ def save_pretrained(
             than its class, as one with adapters has.
         PipelineError: if a rank is lost meanwhile.
     """
+    save_as(pipeline, folder, PretrainedFormat(model, source, shared_names=shared_names))
+
+
+@collective
+def save_as(pipeline: Pipeline, folder: Path, format: "SavedFormat") -> None:
+    """Write the weights of all ranks in this format, into a folder that is made. Raises: as `save_pretrained`."""
+    control = pipeline.control
 
     def make_folder() -> None:
-        foreign_names = names_beside_class(model)
-        if foreign_names:
-            raise NotSaved(
-                f"{folder}: the model has {listed(foreign_names, MOST_NAMES, quoted=repr)}, which "
-                f"{type(model).__name__} does not have, so that from_pretrained would leave these out and draw others "
-                "at random. Save adapters by save_checkpoint, or train a model that they are merged into "
-                "(merge_and_unload() of peft)"
-            )
+        format.require_savable(folder)
         with naming_storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
+    formats = control.together(lambda: type(format).__name__)
+    require_equal_on_ranks("format (merged)", formats, folder, control.names)
     # Only rank 0 makes the folder; if that fails, NotSaved is raised on every rank.
-    pipeline.control.on_rank_0(make_folder, failing_as(NotSaved))
-    save_weights(folder, pipeline, PretrainedFormat(model, source, shared_names=shared_names))
+    control.on_rank_0(make_folder, failing_as(NotSaved))
+    save_weights(folder, pipeline, format)
 
 
 def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
@@ -124,8 +126,15 @@ def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
     return source_path
 
 
+class SavedFormat(WeightFormat):
+    """The files of a folder that `save_pretrained` writes."""
+
+    def require_savable(self, folder: Path) -> None:
+        """Refuse a model that these files cannot hold. Raises: NotSaved."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class PretrainedFormat(WeightFormat):
+class PretrainedFormat(SavedFormat):
     """The files of a transformers model."""
 
     model: Any
@@ -157,6 +166,17 @@ class PretrainedFormat(WeightFormat):
         return [
             _unit(self.model, {name: metas[name] for name in names}) for names in _groups_of_names(self.model, metas)
         ]
+
+    def require_savable(self, folder: Path) -> None:
+        """Refuse a model that has more than its class makes. Raises: NotSaved."""
+        foreign_names = names_beside_class(self.model)
+        if foreign_names:
+            raise NotSaved(
+                f"{folder}: the model has {listed(foreign_names, MOST_NAMES, quoted=repr)}, which "
+                f"{type(self.model).__name__} does not have, so that from_pretrained would leave these out and draw "
+                "others at random. Adapters are saved where from_transformers is given the model with peft's wrapper "
+                "around it; or train a model that they are merged into (merge_and_unload() of peft)"
+            )
 
     def require_all(self, names: Collection[str]) -> None:
         model_names = saved_tensors(self.model).keys() - tied_names(self.model).keys() - unsaved_names(self.model)
