@@ -17,7 +17,7 @@ import penstock as ps
 from penstock import errors
 from penstock.cli.entry import build_parser
 from penstock.train.settings.config import RunConfig
-from penstock.train.settings.sections import Section
+from penstock.train.settings.section import Section
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 WIDTH = 100

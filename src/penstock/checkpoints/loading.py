@@ -67,7 +67,7 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalWeights:
-    """The parameters and buffers of one rank, as the targets of a load, but for those that layers make again."""
+    """The parameters and buffers of one rank, as the targets of a load."""
 
     saved_names: Mapping[str, str]
     """Name of every tensor in files, by this rank's name for it; a copy of a tied parameter has its owner's."""
@@ -90,13 +90,16 @@ class LocalWeights:
         pipeline.load_state_dict(state)
 
 
-def local_weights_of(pipeline: Pipeline) -> LocalWeights:
-    """Return the parameters and buffers of this rank; every rank calls it. Raises: CheckpointError, on every rank."""
+def local_weights_of(pipeline: Pipeline, *, in_checkpoint: bool = True) -> LocalWeights:
+    """Return the parameters and buffers of this rank; every rank calls it.
+
+    What layers make again is in no checkpoint, but in files of weights. Raises: CheckpointError, on every rank.
+    """
     tensors: dict[str, LocalTensor] = {}
 
     def look_at_state() -> dict[str, str]:
-        state, rebuilt_names = pipeline.state_dict(), pipeline.rebuilt_names
-        loaded = {name: value for name, value in state.items() if name not in rebuilt_names}
+        skipped_names = pipeline.rebuilt_names if in_checkpoint else ()
+        loaded = {name: value for name, value in pipeline.state_dict().items() if name not in skipped_names}
         tensors.update(local_weights(loaded, pipeline.control.places))
         return dict(pipeline.owner_names)
 

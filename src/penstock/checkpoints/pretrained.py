@@ -41,9 +41,9 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
         PipelineError: a rank is lost.
     """
     control, fails_as = pipeline.control, failing_as(CheckpointError)
-    weights = local_weights_of(pipeline)
     # All ranks go by what rank 0 sees: a rank that sees other files would be in another collective than the others.
     source_name, is_checkpoint = control.together(lambda: _source_of(path), fails_as)[0]
+    weights = local_weights_of(pipeline, in_checkpoint=is_checkpoint)
     source = Path(source_name)
     if is_checkpoint:
         checkpoint = find_newest(control, source)

@@ -77,6 +77,25 @@ def config_of(adapter: Any) -> Any:
         ) from error
 
 
+def new_config(kind: str, settings: Mapping[str, Any]) -> Any:
+    """Return a config of a method of peft for causal language models, by its name. Raises: ConfigError."""
+    library = peft()
+    config_class = {"lora": library.LoraConfig, "ia3": library.IA3Config, "vera": library.VeraConfig}[kind]
+    known = SETTINGS[kind.upper()]
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        hint = nearest(unknown[0], known)
+        raise ConfigError(
+            f"{config_class.__name__} has no setting {unknown[0]!r} that a pipeline trains.{hint} Known here: "
+            f"{', '.join(known)}",
+            key=KEY,
+        )
+    try:
+        return config_class(task_type="CAUSAL_LM", **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{config_class.__name__} of peft refuses its settings: {error}", key=KEY) from error
+
+
 def require_supported(config: Any) -> None:
     """Refuse methods and settings of peft that do not train in a pipeline as they do in one process.
 

@@ -87,8 +87,10 @@ def save_as(pipeline: Pipeline, folder: Path, format: "SavedFormat") -> None:
     save_weights(folder, pipeline, format)
 
 
-def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
+def convert_weights(path: Path, folder: Path, model: Any, source: Path, format: "SavedFormat | None" = None) -> Path:
     """Write weights into a folder that transformers' `from_pretrained` loads; return the path that they were read from.
+
+    `format` says the files, by default those of `model`.
 
     `path` is a checkpoint, a run's folder, or a file or folder of safetensors, with the names of `model`, which is on
     the meta device. Configuration and tokenizer files are copied from `source`. Files are written one after another: a
@@ -122,7 +124,7 @@ def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
         if name in entries and owner in entries:
             require_tied(source_path, name, owner, read([name, owner]))
             del entries[name]
-    save_tensors(folder, entries, read, PretrainedFormat(model, source, source_path))
+    save_tensors(folder, entries, read, format or PretrainedFormat(model, source, source_path))
     return source_path
 
 

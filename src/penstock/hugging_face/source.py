@@ -126,6 +126,8 @@ def on_meta(
             settings["attn_implementation"] = attn_implementation
         with parameters_on_meta():
             model = made_of_config(library, config, **settings)
+        if folder is not None:
+            model.name_or_path = str(source)  # as a hub calls it, which adapters say, and not its place in the cache
         if folder is not None and (folder / GENERATION_CONFIG).is_file():
             model.generation_config = library.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except ConfigError:

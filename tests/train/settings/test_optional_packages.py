@@ -20,6 +20,7 @@ ASKED = {
     "wandb": {"metrics": {"wandb": "offline"}},
     "tokenizers": {"data": {"corpus": "stdlib", "tokenizer": "words.json"}},
     "transformers": {"model": {"transformers": "llama"}},
+    "peft": {"adapter": {"kind": "lora"}, "model": {"transformers": "llama"}},
     "datasets": {"data": {"corpus": "datasets", "files": ["saved"]}},
 }
 
@@ -31,9 +32,11 @@ def blocked(monkeypatch):
 
 
 @pytest.mark.parametrize("package", OPTIONAL_PACKAGES, ids=lambda package: package.name)
-def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, blocked):
+def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, blocked, monkeypatch):
     assert {each.name for each in OPTIONAL_PACKAGES} == set(ASKED)
     require_packages(config_with())
+    if package.name == "peft":  # which needs transformers too
+        monkeypatch.setitem(sys.modules, "transformers", sys)
 
     with pytest.raises(ConfigError) as caught:
         require_packages(config_with(**ASKED[package.name]))

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.train.settings import sections
 from penstock.train.settings.config import config_from_table, config_to_toml
-from penstock.train.settings.sections import Section, meaning_of
+from penstock.train.settings.section import Section, meaning_of
 from tests.train.settings.tables import config_with
 
 SECTIONS = [value for name, value in vars(sections).items() if name.endswith("Section") and value is not Section]

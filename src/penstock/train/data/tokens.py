@@ -35,7 +35,7 @@ from penstock.files import ABANDONED_AFTER_S, atomic_file, naming_storage, remov
 from penstock.train.data.corpus import FILES_KEY, PIECE_BYTES, TextFiles
 from penstock.train.data.saved_dataset import SavedDataset
 from penstock.train.data.tokenizer import Tokenizer
-from penstock.train.settings.sections import Section
+from penstock.train.settings.section import Section
 
 Corpus = TextFiles | SavedDataset
 """Documents with numbers from 0."""

@@ -25,7 +25,7 @@ from penstock.train.measuring.measure import LayerTimes, measure_layers
 from penstock.train.model_source import loss_of
 from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.config import RunConfig
-from penstock.train.settings.sections import Section
+from penstock.train.settings.section import Section
 from penstock.train.together import same_words
 
 Seconds = list[Annotated[float, Field(ge=0)]]

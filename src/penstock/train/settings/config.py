@@ -12,7 +12,8 @@ from pydantic_core import ErrorDetails
 from penstock.errors import ConfigError, nearest
 from penstock.train.settings.overrides import apply_overrides, read_toml
 from penstock.train.settings.rules import Problem, config_error, problems_of
-from penstock.train.settings.sections import LISTED, NAMED, Section, Sections, SourceSection, meaning_of
+from penstock.train.settings.section import Section, meaning_of
+from penstock.train.settings.sections import LISTED, NAMED, Sections, SourceSection
 from penstock.train.settings.steps import BatchPlan
 
 MAX_VALUE_CHARACTERS = 80

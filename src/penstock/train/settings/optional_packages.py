@@ -73,13 +73,16 @@ TRANSFORMERS = OptionalPackage(
     lambda config: bool(config.model.transformers),
     "leave it out to train the decoder",
 )
+PEFT = OptionalPackage(
+    "peft", "adapter.kind", lambda config: config.adapter.is_used, "leave [adapter] out to train the model itself"
+)
 DATASETS = OptionalPackage(
     "datasets",
     "data.corpus",
     lambda config: any(source.corpus == "datasets" for source in config.data.all_sources),
     "save the texts as files",
 )
-OPTIONAL_PACKAGES = (TENSORBOARD, WANDB, TOKENIZERS, TRANSFORMERS, DATASETS)
+OPTIONAL_PACKAGES = (TENSORBOARD, WANDB, TOKENIZERS, TRANSFORMERS, PEFT, DATASETS)
 """A setting that needs another package has an entry here."""
 PICTURES = OptionalPackage(
     "matplotlib",

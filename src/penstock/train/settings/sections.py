@@ -3,26 +3,16 @@
 The text below a key is its meaning, for people: written run files, messages and the reference have it.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic.fields import FieldInfo
+from pydantic import Discriminator, Field, Tag
 
 from penstock.lowering import NOT_SHARDED, Sharding
 from penstock.models.decoder_config import DecoderConfig, Positive
 from penstock.planning import DEFAULT_MICROBATCHES
+from penstock.train.settings.adapter_section import AdapterSection
+from penstock.train.settings.section import NotNegative, Scalar, Section, Texts
 
-NotNegative = Annotated[int, Field(ge=0)]
-Scalar = bool | int | float | str
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-# A TOML array arrives as a list; the frozen value is a tuple. Only this step is lenient, the items stay strict. A text
-# is a list of one, so that data.files=a.txt will do on a command line.
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(_as_list)]
 Sizes = Annotated[tuple[Positive, ...], Field(strict=False)]
 
 Kept = Literal["none", "full", "selective"]
@@ -38,19 +28,6 @@ NameOr = Annotated[
 ]
 Split = NameOr[Literal["declared", "even", "measured"], Sizes]
 Checkpointing = NameOr[Kept, Annotated[tuple[Kept, ...], Field(strict=False)]]
-
-
-class Section(BaseModel):
-    """Sections, and parts of other files, are frozen, with no unknown keys, no conversions, and finite numbers only."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-def meaning_of(field: FieldInfo) -> str:
-    """Return the meaning of a key on one line."""
-    return " ".join((field.description or "").split())
 
 
 class RunSection(Section):
@@ -384,6 +361,7 @@ class Sections(Section):
     pipeline: PipelineSection = PipelineSection()
     parallel: ParallelSection = ParallelSection()
     model: ModelSection = ModelSection()
+    adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
     precision: PrecisionSection = PrecisionSection()
