@@ -16,8 +16,10 @@ peft = pytest.importorskip("peft")
 
 from tests.hugging_face.adapted import (  # noqa: E402
     KINDS,
+    LABELS,
     LORA,
     QV,
+    TOKENS,
     adapted,
     joined,
     loaded_base,
@@ -125,6 +127,42 @@ def test_frozen_parameters_have_no_gradient_and_the_optimizer_keeps_nothing_of_t
     assert first[1] == last[1] > 0
     assert {gradient for _, _, gradients, _ in (first, last) for gradient in gradients} == {None}
     assert len(first[3]) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [[0], [2, 3], [5]])
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved-1f1b", "chimera", "dualpipe-v"])
+def test_adapters_on_some_stages_alone_train_under_every_schedule(tmp_path, layers, schedule):
+    base = saved_base(tmp_path / "base")
+    config = peft.LoraConfig(**LORA, target_modules=QV, layers_to_transform=layers)
+
+    results = trained_on(ps.from_transformers(base, adapter=config), 2, schedule)
+
+    model = with_weights(peft.get_peft_model(loaded_base(base), config), joined(results, "weights"))
+    assert_close(results, trained_by_peft(model, settled=False))
+
+
+def test_forwards_below_the_first_adapter_keep_nothing_for_a_backward(tmp_path):
+    base = saved_base(tmp_path / "base")
+
+    def kept_bytes(adapter):
+        layers = ps.from_transformers(base, adapter=adapter)
+        sizes = {}
+
+        def note(tensor):
+            if not isinstance(tensor, torch.nn.Parameter):
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with pipeline_of(layers, None, microbatches=1) as pipeline:
+            pipeline.evaluate(TOKENS, target=LABELS)
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                pipeline.step(TOKENS, target=LABELS)
+        return sum(sizes.values())
+
+    whole, last_layers = kept_bytes(None), kept_bytes(KINDS["last layers"]())
+
+    assert 0 < last_layers < 0.35 * whole
 
 
 def refused(source, adapter=None):

@@ -39,6 +39,7 @@ def test_a_name_of_the_hub_is_its_folder_in_the_cache(tmp_path, monkeypatch):
 
     assert sources.folder_of("some/llama") == folder
     assert ps.from_transformers("some/llama").source == ps.from_transformers(folder).source
+    assert ps.from_transformers("some/llama").whole.name_or_path == "some/llama"  # which adapters on it say
     for name in ("some/other", "no name/of/the hub"):
         assert f"or download the model first, as by hf download {name}" in refused(name)
 
