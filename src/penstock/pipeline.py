@@ -313,7 +313,8 @@ class Pipeline(ModelPart):
 
         Last lines name the stages that hold parameters of another stage, on their rank or as copies on another one.
         After a recorded step that splits backwards, also which share of its weight gradients waits for W, and why
-        others do not. `width` is the number of columns to fit; without it, nothing is folded or left out.
+        others do not. Where parameters are frozen, a line says which stages train how many. `width` is the number of
+        columns to fit; without it, nothing is folded or left out.
         """
         early = {} if self.recording is None else self.recording.early_weights
         return describe_split(
@@ -324,6 +325,7 @@ class Pipeline(ModelPart):
             Screen(width),
             late_shares={stage: 1 - weights.share for stage, weights in early.items()},
             reasons={stage: weights.reasons for stage, weights in early.items()},
+            splits_backwards=bool(self.schedule.split_stages),
         )
 
     @collective

@@ -160,6 +160,22 @@ def test_weight_gradients_that_do_not_wait_for_w_are_told_with_what_they_cost():
     assert "half of what an I and a W take is taken to be weight gradients" in assumed
 
 
+@pytest.mark.parametrize(
+    ("weight_s", "reason", "is_told"),
+    [(0.1, "small", True), (0.1, "cannot be told apart", False), (1.0, "small", False)],
+)
+def test_a_schedule_without_split_backwards_is_advised_where_w_has_nothing_to_do(weight_s, reason, is_told):
+    recorded = replace(
+        recorded_step(build("zb-h1", ranks=4, microbatches=8), backward_input_s=(2.0,), backward_weight_s=(weight_s,)),
+        early_weights={0: ImmediateWeights(1.0, ("0.lora",), {"0.lora": reason})},
+    )
+
+    text = " ".join(to_text(diagnose(recorded, replace(SETTING, family="zb-h1"))).split())
+
+    assert ("W takes 4.8 % of the backwards, as where almost all weights are frozen" in text) == is_told
+    assert "almost all weights are frozen" not in to_text(diagnosis_of())
+
+
 def test_json_holds_the_same_with_seconds_that_add_up():
     diagnosis = diagnosis_of(late_s=6.0, uncertainty_s=2e-5)
 

@@ -89,7 +89,7 @@ def test_the_table_names_everything_that_training_needs(printed):
     assert subjects[:8] == [
         "Python", "torch", "backends", "GPUs", "cores", "memory", "loopback", "hostname",
     ]  # fmt: skip
-    optional = ["matplotlib", "tensorboard", "wandb", "tokenizers", "transformers", "datasets"]
+    optional = ["matplotlib", "tensorboard", "wandb", "tokenizers", "transformers", "peft", "datasets"]
     assert subjects[8:] == ["disk, this folder", "disk, temporary", *optional]
 
 

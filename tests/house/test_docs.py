@@ -123,7 +123,7 @@ def test_the_distribution_has_a_name_of_its_own():
     assert project["name"] == "torch-penstock"
     assert list(project["scripts"]) == ["penstock"]
     assert (
-        "torch-penstock[plot,tensorboard,tokenizers,transformers,docs,completion,search]"
+        "torch-penstock[plot,tensorboard,tokenizers,transformers,peft,docs,completion,search]"
         in project["optional-dependencies"]["dev"]
     )
 

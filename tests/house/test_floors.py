@@ -76,6 +76,7 @@ OPTIONAL = {
     "argcomplete",
     "datasets",
     "transformers",
+    "peft",
 } | {
     "jinja2"  # by which transformers reads chat templates
 }

@@ -15,7 +15,7 @@ from penstock.checkpoints.weight_files import INDEX, save_weights
 from penstock.checkpoints.writer import save_checkpoint
 from penstock.errors import CheckpointError, NotSaved
 from penstock.hugging_face import pretrained_out
-from penstock.hugging_face.pretrained_out import PretrainedFormat, convert_weights, save_pretrained
+from penstock.hugging_face.pretrained_out import PretrainedFormat, convert_weights, save_as
 from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models import LayerSpec
 from penstock.pipeline import Pipeline
@@ -77,7 +77,7 @@ def pipeline_of(transport, saved, num_parts, dtype=torch.float32, **options):
 
 def go_round(transport, saved, folder, num_parts=4, dtype=torch.float32):
     with pipeline_of(transport, saved, num_parts, dtype) as pipeline:
-        save_pretrained(pipeline, folder, PretrainedFormat(saved.empty, saved.folder))
+        save_as(pipeline, folder, PretrainedFormat(saved.empty, saved.folder))
 
 
 def assert_same(found, expected):
@@ -200,7 +200,7 @@ def test_replicas_share_the_writing_also_where_they_hold_shards(tmp_path, monkey
 
     def go(places):
         with pipeline_of(None, saved, 4, mesh=places, shard=shard) as pipeline:
-            save_pretrained(pipeline, tmp_path / "to", PretrainedFormat(saved.empty))
+            save_as(pipeline, tmp_path / "to", PretrainedFormat(saved.empty))
 
     on_mesh(2, 2, go)
 

@@ -26,8 +26,6 @@ def test_no_folder_and_no_config_in_it(tmp_path):
     assert "there is no such folder" in refused(tmp_path / "none")
     assert "holds no config.json" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "is an adapter (adapter_config.json); merge it" in refused(tmp_path)
     assert "expected a folder, a config or a model" in refused(3)
 
 
@@ -41,6 +39,7 @@ def test_a_name_of_the_hub_is_its_folder_in_the_cache(tmp_path, monkeypatch):
 
     assert sources.folder_of("some/llama") == folder
     assert ps.from_transformers("some/llama").source == ps.from_transformers(folder).source
+    assert ps.from_transformers("some/llama").whole.name_or_path == "some/llama"  # which adapters on it say
     for name in ("some/other", "no name/of/the hub"):
         assert f"or download the model first, as by hf download {name}" in refused(name)
 

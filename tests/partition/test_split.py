@@ -125,6 +125,26 @@ def test_a_split_fits_a_narrow_screen(width):
     assert ("left out" in " ".join(lines)) == (width < 56)
 
 
+def test_frozen_parameters_are_told_and_that_w_has_nothing_to_do_with_them():
+    stages = split_layers(5, 3, split=[2, 2, 1])
+
+    def last_lines(frozen, **options):
+        drawn = describe_split(stages, NAMES, [0, 1, 1, 0, 2], counts(2000, 2000, 1000, frozen=frozen), **options)
+        return drawn.splitlines()[6:]
+
+    assert last_lines({}, splits_backwards=True) == []
+    assert last_lines({(0,): 2000, (2,): 400}, splits_backwards=True) == [
+        "trained, all others are frozen: 2,000 in stage 1, 600 in stage 2; none in stage 0"
+    ]
+    adapted = {(0,): 2000, (1,): 2000, (2,): 950}
+    told = "trained, all others are frozen: 50 in stage 2; none in stages 0, 1"
+    assert last_lines(adapted) == [told]
+    line, advice = last_lines(adapted, splits_backwards=True)
+    assert line == told
+    assert advice.startswith("1.00% of the parameters are trained, so that W has next to nothing to do")
+    assert advice.endswith("take a schedule that does not split backwards, such as 1f1b")
+
+
 # ---- copies of the model
 
 

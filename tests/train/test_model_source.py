@@ -7,12 +7,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.cli.convert import convert_to_pretrained
 from penstock.cli.entry import main
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import LayerSpec, cross_entropy_loss
-from penstock.train.model_source import KEY, build_layers, loss_of, pipeline_loss, require_named_code, source_digest
+from penstock.train.model_source import (
+    KEY,
+    adapter_of,
+    build_layers,
+    loss_of,
+    pipeline_loss,
+    require_named_code,
+    source_digest,
+)
 from penstock.train.settings.config import config_from_table, load_config
 from penstock.train.setup import check_plan
+from tests.support.local_pipelines import error_of
 from tests.train.settings.tables import merged, refusal_of
 from tests.train.tiny_runs import tiny_table, trained
 
@@ -303,3 +313,50 @@ def losses_in(folder, result):
     """Return the losses of a run that is over, from its file."""
     assert result
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- adapters
+
+
+def adapter_config(**adapter):
+    return config_of(model={"source": "", "transformers": "tiny", "verify": False}, adapter=adapter)
+
+
+def test_an_adapter_of_a_run_has_the_settings_of_peft():
+    pytest.importorskip("peft")
+
+    lora = adapter_of(
+        adapter_config(kind="lora", rank=4, targets=["q_proj"], train="lm_head", options={"use_dora": True})
+    )
+    assert (lora.r, lora.lora_alpha, lora.target_modules, lora.modules_to_save) == (4, 16, {"q_proj"}, ["lm_head"])
+    assert lora.use_dora
+    assert adapter_of(adapter_config(kind="lora", targets="all-linear")).target_modules == "all-linear"
+    assert adapter_of(adapter_config(kind="vera", rank=3, dropout=0.1)).vera_dropout == 0.1
+    assert adapter_of(adapter_config(kind="ia3")).target_modules is None
+    assert adapter_of(adapter_config(folder="mine")) == "mine"
+    assert adapter_of(adapter_config()) is None
+
+
+def test_settings_that_peft_does_not_have_are_told_with_the_nearest_name():
+    pytest.importorskip("peft")
+
+    error = error_of(adapter_of, adapter_config(kind="lora", options={"use_dorra": True}))
+    assert error.key == "adapter"
+    assert "LoraConfig has no setting 'use_dorra' that a pipeline trains. Did you mean 'use_dora'" in str(error)
+
+
+@pytest.mark.slow
+def test_a_run_trains_an_adapter_and_its_folder_becomes_one_of_peft(files):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(vocab_size=256, **sizes))
+    model.save_pretrained(files / "tiny")
+    changes = {"model": {"source": "", "transformers": "tiny"}, "data": {"tokenizer": "bytes"}}
+    adapter = {"kind": "lora", "rank": 2, "targets": ["q_proj"]}
+
+    run(**changes, adapter=adapter)
+    told = convert_to_pretrained(files / "run", files / "adapter", files / "tiny", is_forced=False)
+
+    assert "an adapter for LlamaForCausalLM" in told
+    loaded = peft.PeftModel.from_pretrained(model, files / "adapter")
+    assert all(each.abs().max() > 0 for name, each in loaded.named_parameters() if "lora_B" in name)

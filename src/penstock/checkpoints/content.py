@@ -63,11 +63,15 @@ class Content:
     optimizer: OptimizerContent
 
     @classmethod
-    def of(cls, model: Pipeline, optimizer: Optimizer | None) -> "Content":
-        """Return what this rank could save of a model. Raises: CheckpointError, where something cannot be saved."""
+    def of(cls, model: Pipeline, optimizer: Optimizer | None, *, skip: Collection[str] = ()) -> "Content":
+        """Return what this rank could save of a model, but for the parameters and buffers of the names in `skip`.
+
+        Raises: CheckpointError, where something cannot be saved.
+        """
         places = model.control.places
+        skipped = {*model.copied_names, *skip}
         weights = local_weights(
-            {name: value for name, value in model.state_dict().items() if name not in model.copied_names}, places
+            {name: value for name, value in model.state_dict().items() if name not in skipped}, places
         )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         optimizer_state = NO_OPTIMIZER if optimizer is None else optimizer_content(optimizer, names)
@@ -122,17 +126,22 @@ def local_weights(state: Mapping[str, Any], places: Places) -> dict[str, LocalTe
 
 
 def gather_content(
-    pipeline: Pipeline, optimizer: Optimizer | None, further_facts: Callable[[], Any] = lambda: None
+    pipeline: Pipeline,
+    optimizer: Optimizer | None,
+    further_facts: Callable[[], Any] = lambda: None,
+    *,
+    skip: Collection[str] = (),
 ) -> tuple[Content, list[RankDescription], list[Any]]:
     """Return this rank's content, the description of each rank's, and what `further_facts` returned on each rank.
 
-    Every rank calls it; `further_facts` is called first. Raises: NotSaved, on every rank.
+    Every rank calls it; `further_facts` is called first. The content leaves out the names in `skip`, which are this
+    rank's own. Raises: NotSaved, on every rank.
     """
     local_content: list[Content] = []
 
     def describe_rank() -> tuple[Any, RankDescription]:
         fact = further_facts()
-        content = Content.of(pipeline, optimizer)
+        content = Content.of(pipeline, optimizer, skip=skip)
         local_content.append(content)
         return fact, content.description()
 

@@ -20,6 +20,7 @@ from penstock.checkpoints.local_tensors import LocalTensor, distributed_like
 from penstock.checkpoints.manifest import Manifest, TensorEntry
 from penstock.checkpoints.optimizer_state import STEP, load_optimizer, require_loadable
 from penstock.checkpoints.random_state import random_state_restorer
+from penstock.checkpoints.rebuilt import require_rebuilt
 from penstock.checkpoints.shards import dtype_name, read_files
 from penstock.checkpoints.verification import FoundCheckpoint, find_newest
 from penstock.errors import CheckpointError, warn
@@ -57,6 +58,7 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
     reader = _Reader(checkpoint, pipeline, optimizer, weights)
     saved_names_by_rank = control.together(lambda: list(weights.saved_names.values()), fails_as)
     saved_names = {name for names in saved_names_by_rank for name in names}
+    require_rebuilt(pipeline, checkpoint.manifest.rebuilt, checkpoint.path)
     control.together(lambda: reader.require_same_model(saved_names), fails_as)
     tensors = run_together(control, reader.read, num_bytes=checkpoint.manifest.num_bytes, path=checkpoint.path)
     reader.load(tensors)
@@ -88,16 +90,22 @@ class LocalWeights:
         pipeline.load_state_dict(state)
 
 
-def local_weights_of(pipeline: Pipeline) -> LocalWeights:
-    """Return the parameters and buffers of this rank; every rank calls it. Raises: CheckpointError, on every rank."""
+def local_weights_of(pipeline: Pipeline, *, in_checkpoint: bool = True) -> LocalWeights:
+    """Return the parameters and buffers of this rank; every rank calls it.
+
+    What layers make again is in no checkpoint, but in files of weights. Raises: CheckpointError, on every rank.
+    """
     tensors: dict[str, LocalTensor] = {}
 
     def look_at_state() -> dict[str, str]:
-        tensors.update(local_weights(pipeline.state_dict(), pipeline.control.places))
+        skipped_names = pipeline.rebuilt_names if in_checkpoint else ()
+        loaded = {name: value for name, value in pipeline.state_dict().items() if name not in skipped_names}
+        tensors.update(local_weights(loaded, pipeline.control.places))
         return dict(pipeline.owner_names)
 
     owner_names_by_rank = pipeline.control.together(look_at_state, failing_as(CheckpointError))
-    return LocalWeights(names_in_checkpoint(pipeline, owner_names_by_rank), tensors)
+    saved_names = names_in_checkpoint(pipeline, owner_names_by_rank)
+    return LocalWeights({name: saved_name for name, saved_name in saved_names.items() if name in tensors}, tensors)
 
 
 class _Reader:
@@ -115,6 +123,7 @@ class _Reader:
         self._parameters = {
             weights.saved_names[name]: (parameter, weights.tensors[name])
             for name, parameter in pipeline.named_parameters()
+            if name in weights.tensors
         }
         """The parameters of this rank and what it holds of them, by name in the checkpoint."""
         saved_state = {} if optimizer is None or self._manifest.optimizer is None else self._manifest.optimizer.state

@@ -87,6 +87,8 @@ class Manifest(_Part):
     random: list[dict[str, Any]]
     """The states of a rank's generators of random numbers, per rank."""
     weights: dict[str, TensorEntry]
+    rebuilt: dict[str, int] = {}
+    """Sums of the bits of frozen tensors, by name, which are not in the checkpoint, since layers make them again."""
     optimizer: OptimizerEntry | None
     files: dict[FileName, FileEntry]
 

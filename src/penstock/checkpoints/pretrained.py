@@ -17,6 +17,7 @@ from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import SAME_MODEL, require_same_names
 from penstock.checkpoints.loading import LocalWeights, local_weights_of
 from penstock.checkpoints.manifest import read_manifest
+from penstock.checkpoints.rebuilt import require_rebuilt
 from penstock.checkpoints.shards import pickles_in, read_files, require_file_name, require_regular, shapes_of
 from penstock.checkpoints.verification import candidates, find_newest, newest_readable, size_of
 from penstock.checkpoints.weight_files import INDEX, WHOLE
@@ -40,12 +41,14 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
         PipelineError: a rank is lost.
     """
     control, fails_as = pipeline.control, failing_as(CheckpointError)
-    weights = local_weights_of(pipeline)
     # All ranks go by what rank 0 sees: a rank that sees other files would be in another collective than the others.
     source_name, is_checkpoint = control.together(lambda: _source_of(path), fails_as)[0]
+    weights = local_weights_of(pipeline, in_checkpoint=is_checkpoint)
     source = Path(source_name)
     if is_checkpoint:
-        source = find_newest(control, source).path
+        checkpoint = find_newest(control, source)
+        source = checkpoint.path
+        require_rebuilt(pipeline, checkpoint.manifest.rebuilt, source)
     files: dict[str, str] = control.together(lambda: files_of(source), fails_as)[0]
     saved_names_by_rank = control.together(lambda: list(weights.saved_names.values()), fails_as)
     saved_names = {name for names in saved_names_by_rank for name in names}

@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from penstock.cli.check import read_text
 from penstock.cli.output import path_to_write, say
@@ -91,8 +92,8 @@ def convert_to_pretrained(source: Path, target: Path, like: Path, *, is_forced: 
     """Write the weights of a checkpoint, run folder or file into a folder that `from_pretrained` loads.
 
     Return a line that says what was written. Configuration and tokenizer files are copied from the folder `like`, which
-    says what model it is. `is_forced` allows a target that is there. A target that was made here is removed if it stays
-    empty.
+    says what model it is. Of a run that trains an adapter, the adapter is written, as peft saves it. `is_forced` allows
+    a target that is there. A target that was made here is removed if it stays empty.
 
     Raises:
         ConfigError: the target is not free, or `like` is no model of transformers.
@@ -100,6 +101,7 @@ def convert_to_pretrained(source: Path, target: Path, like: Path, *, is_forced: 
         NotSaved: a file cannot be written.
     """
     from penstock.hugging_face import source as sources
+    from penstock.hugging_face.adapter_files import AdapterFormat
     from penstock.hugging_face.pretrained_out import convert_weights
 
     _require_free(target, is_forced=is_forced)
@@ -107,17 +109,33 @@ def convert_to_pretrained(source: Path, target: Path, like: Path, *, is_forced: 
         model = sources.on_meta(like, sources.folder_of(like))
     except ConfigError as error:
         raise ConfigError(error.problem, key="--like") from error
+    adapter = _adapter_of_run(source, model)
     is_new = not target.exists()
     target.mkdir(exist_ok=True)
     try:
-        source_path = convert_weights(source, target, model, like)
+        source_path = convert_weights(source, target, model, like, adapter and AdapterFormat(adapter))
     except BaseException:
         if is_new:
             with suppress(OSError):
                 target.rmdir()
         raise
+    if adapter is not None:
+        return f"{target}: an adapter for {type(model).__name__} with the weights of {source_path}"
     files = list(target.glob("model*.safetensors"))
     return f"{target}: {type(model).__name__} with the weights of {source_path}, in {count_of(len(files), 'file')}"
+
+
+def _adapter_of_run(source: Path, model: Any) -> Any:
+    """Return the adapter that a run has trained, put into its model; None where there is none. Raises: ConfigError."""
+    from penstock.hugging_face.adapters import Adapter
+    from penstock.train.folder.run_folder import CONFIG
+    from penstock.train.model_source import adapter_of
+    from penstock.train.settings.config import load_config
+
+    if not (source / CONFIG).is_file():
+        return None
+    adapter = adapter_of(load_config(source / CONFIG))
+    return None if adapter is None else Adapter.on(model, adapter)
 
 
 def _require_free(target: Path, *, is_forced: bool) -> None:

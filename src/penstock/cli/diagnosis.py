@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.cli.conclusion import busy_line, headline, next_step, options_of, who_of
 from penstock.errors import listed
+from penstock.ir.operations import Op
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import names_by_reason, split_text
 from penstock.searching.advice import Advice, advice_of
@@ -23,6 +24,10 @@ SMALLEST_SHARE = 0.001
 """The share of the step, or of the idle time, below which a cause is not worth a line."""
 SMALLEST_EARLY_SHARE = 0.05
 """The share of a stage's weights below which gradients computed in I are not worth a line: small ones always are."""
+SMALL = "small"
+"""The reason of weights that are too small to wait for W (`execute/split/planner.py`)."""
+SMALL_SHARE = 0.15
+"""The share of W in the backwards below which it is next to nothing."""
 NOTES = {
     "split": "a stage's measured seconds are shared among its layers by what was profiled, or by their weights",
     "weights": "half of what an I and a W take is taken to be weight gradients",
@@ -46,6 +51,7 @@ def to_text(diagnosis: Diagnosis, screen: Screen = NO_SCREEN, *, asked_split: Se
         _causes_table(diagnosis, screen),
         _idle_table(diagnosis, screen),
         *_early_weights_table(diagnosis, screen),
+        *(screen.wrapped(line) for line in _idle_weight_gradients(diagnosis.recorded)),
         *_changes_tables(diagnosis, advice, screen),
         *(screen.wrapped(_asked_split(change)) for change in asked_changes),
         screen.wrapped(next_step(diagnosis, advice)),
@@ -128,6 +134,21 @@ def _idle_table(diagnosis: Diagnosis, screen: Screen) -> str:
     columns = [Column(NAME_OF_CAUSE[cause], drop_order=1 + largest_first.index(cause)) for cause in causes]
     title = f"idle time of each rank by its cause, in {unit}"
     return _titled_table(title, [Column("rank"), *columns, Column("idle")], rows, screen)
+
+
+def _idle_weight_gradients(timeline: Timeline) -> Iterator[str]:
+    """Yield what to do where W takes almost no time, since there is little to train: not since weights cannot wait."""
+    reasons = {reason for early in timeline.early_weights.values() for reason in early.reasons.values()}
+    duration_s = timeline.end_s - timeline.start_s
+    weight_s, input_s = (
+        float(duration_s[timeline.program.op == op].sum()) for op in (Op.BACKWARD_WEIGHT, Op.BACKWARD_INPUT)
+    )
+    if reasons <= {SMALL} and weight_s and weight_s < SMALL_SHARE * (weight_s + input_s):
+        yield (
+            f"W takes {format_share(weight_s / (weight_s + input_s))} of the backwards, as where almost all weights "
+            "are frozen: splitting backwards gains nothing then; take a schedule that does not, such as "
+            "--set pipeline.schedule=1f1b"
+        )
 
 
 def _early_weights_table(diagnosis: Diagnosis, screen: Screen) -> Iterator[str]:

@@ -28,6 +28,7 @@ from penstock.execute.stages.model_state import (
     require_fitting,
     scatter_state,
 )
+from penstock.execute.stages.names import full_name
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.calls import collective
 from penstock.execute.transport.protocol import Transport
@@ -68,6 +69,21 @@ class ModelPart:
     def owner_names(self) -> Mapping[str, str]:
         """The name that each of `copied_names` belongs to, by which another rank may hold it."""
         return self._assembly.owner_names
+
+    @property
+    def rebuilt_names(self) -> frozenset[str]:
+        """Names of this rank's tensors that its layers make again when they are built: frozen, and in no checkpoint.
+
+        A layer says so by its attribute `rebuilt_names`, such as that of a model of transformers under an adapter.
+        """
+        named_layers = [item for stage in self.stages for item in stage.layers.items()]
+        trained_names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return frozenset(
+            name
+            for layer, module in named_layers
+            for local_name in getattr(module, "rebuilt_names", ())
+            if (name := full_name(layer, module, local_name)) not in trained_names
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Put this rank's layers into training mode, or evaluation mode; `evaluate` needs no call of it."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.hugging_face import source as sources
+from penstock.hugging_face.adapters import Adapter
 from penstock.hugging_face.balance import Balance
 from penstock.hugging_face.chains import block_lists, called_chains, layer_segments, positions_by_layer
 from penstock.hugging_face.entries import DECODER_KEYWORDS, BatchEntry, DecoderEntry
@@ -32,6 +33,7 @@ from penstock.hugging_face.undocumented import (
     share_of_experts,
     tied_names,
 )
+from penstock.hugging_face.undocumented_peft import is_peft_model
 from penstock.hugging_face.weights_in import PretrainedWeights
 from penstock.models.cutting.cut import CutSpec, multiplications, segments, tensors_of_segment
 from penstock.models.cutting.entry import Entry, PartCall
@@ -45,6 +47,7 @@ from penstock.models.cutting.points import CutModel, cut_model, set_tensor, tens
 def from_transformers(
     source: Any,
     *,
+    adapter: Any = None,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     seed: int = 0,
@@ -59,64 +62,97 @@ def from_transformers(
     `dtype` is that of the parameters; None means that of the config. Parameters and buffers have the names of the
     transformers model.
 
+    `adapter` is a config of peft, or a folder that peft has written, for a `source` that is no model: each rank puts
+    its own part of the adapter into its stages, and trains nothing else. `source` may also be a model with an adapter
+    of peft around it, or the folder of an adapter alone, whose config names its model.
+
     `chains` names the lists of blocks whose items may lie on different stages, by default all lists that the forward
     goes through: those of an encoder and a decoder, or of a vision tower and a language model. `example` is one batch
     as a processor makes it, for models whose forward cannot be tried with tokens or one image alone.
 
     Raises:
         ConfigError: transformers is missing or older than 5; there is no such folder; the model has no list of blocks,
-            or settings that a pipeline cannot run; `chains` are not there; an `example` is needed.
-        CheckpointError: the folder has no weights that can be read, or those of another model.
+            or settings that a pipeline cannot run; `chains` are not there; an `example` is needed; peft is missing, or
+            the adapter is none that a pipeline trains.
+        CheckpointError: the folder has no weights that can be read, or those of another model or adapter.
     """
     if isinstance(source, nn.Module):
-        sources.transformers()
-        model, folder = sources.checked(source), None
-    else:
-        folder = sources.folder_of(source)
-        model = sources.on_meta(source, folder, dtype, attn_implementation)
+        return _in_place(source, adapter, chains, example)
+    source, adapter = sources.base_and_adapter(source, adapter)
+    folder = sources.folder_of(source)
+    plain = sources.on_meta(source, folder, dtype, attn_implementation)
+    weights = None if folder is None else PretrainedWeights.open(folder, plain)
+    put_in = None if adapter is None else Adapter.on(plain, adapter)
+    model = plain if put_in is None else put_in.model
     plan = _planned(model, block_lists(model, chains), example, is_default=chains is None)
-    weights = None if folder is None else PretrainedWeights.open(folder, model)
+    base_names = {} if put_in is None else put_in.base_names
     # Saved buffers around the points: the forward of every stage computes with them.
     for name in plan.cut.tensors:
-        if weights is not None and name in weights and not isinstance(tensor_of(model, name), nn.Parameter):
-            set_tensor(model, name, weights.read(name).to(tensor_of(model, name).dtype))
-    # Each layer runs the model's own forward between two points.
-    forward = CutForward(Template(model, plan.cut, share_collecting_hooks), plan.entry)
-    constructors = _part_constructors(model, part_class(plan.entry.batch_signature), list(plan.segments))
-    expert_share = share_of_experts(model.config)
-    block_weight = multiplications(model.get_submodule(plan.block), expert_share) or 1.0
-
-    def weight(name: str, *modules: nn.Module) -> float:
-        return sum(multiplications(item, expert_share) for item in modules) * plan.positions[name] / block_weight
-
-    # A model with values is used in place; otherwise each layer is a recipe, which a rank builds.
-    if model is source:
-        layers = [
-            constructors[name](forward, name, segment, *tensors_of_segment(model, segment))
-            for name, segment in plan.segments.items()
-        ]
-        for layer in layers:
-            layer.layer_weight = weight(layer.layer_name, layer)
-        return TransformersModel(layers, model, None, is_decoder=_is_decoder(model))
-    ties = tied_names(model)
+        base_name = base_names.get(name, name)
+        if weights is not None and base_name in weights and not isinstance(tensor_of(model, name), nn.Parameter):
+            set_tensor(model, name, weights.read(base_name).to(tensor_of(model, name).dtype))
+    # Each layer runs the model's own forward between two points. It is a recipe, which a rank builds.
+    make_parts, weight = _part_constructors(model, plan), _relative_weights(plain, plan)
+    present_names = {base_name: name for name, base_name in base_names.items()}
+    ties = {present_names.get(name, name): present_names.get(owner, owner) for name, owner in tied_names(plain).items()}
     specs = []
     for name, segment in plan.segments.items():
-        modules, tensors = tensors_of_segment(model, segment)
-        local_names = {*tensors}
-        for path, module in modules.items():  # also the second name of what a module ties within itself
-            local_names |= {f"{path}.{item}" for item, _ in module.named_parameters(remove_duplicate=False)}
+        local_names = _tensor_names(model, segment)
         specs.append(
             CutSpec(
                 name,
-                partial(_build_part, partial(constructors[name], forward, name, segment), model, segment, weights),
+                partial(_build_part, make_parts[name], plain, segment, weights, put_in),
                 seed=seed,
-                weight=weight(name, *modules.values()),
-                tied=tuple((name, owner_name) for name, owner_name in ties.items() if name in local_names),
+                weight=weight(name),
+                tied=tuple((alias, owner_name) for alias, owner_name in ties.items() if alias in local_names),
                 has_full_names=True,
                 batch_signature=plan.entry.batch_signature,
             )
         )
-    return TransformersModel(specs, model, folder, is_decoder=_is_decoder(model))
+    return TransformersModel(specs, model, folder, is_decoder=_is_decoder(model), adapter=put_in)
+
+
+def _in_place(source: nn.Module, adapter: Any, chains: Sequence[str] | None, example: Any) -> TransformersModel:
+    """Return the modules of a model as layers; a model with an adapter around it is used with the adapter."""
+    if adapter is not None:
+        raise ConfigError(
+            "the source is a model, whose modules are used in place; pass get_peft_model(model, config) alone, or a "
+            "folder or config of the model with adapter=",
+            key="adapter",
+        )
+    sources.transformers()
+    put_in = Adapter.around(source) if is_peft_model(source) else None
+    model = sources.checked(source if put_in is None else put_in.model)
+    plan = _planned(model, block_lists(model, chains), example, is_default=chains is None)
+    make_parts, weight = _part_constructors(model, plan), _relative_weights(model, plan)
+    layers = [make_parts[name](*tensors_of_segment(model, segment)) for name, segment in plan.segments.items()]
+    for layer in layers:
+        layer.layer_weight = weight(layer.layer_name)
+        if put_in is not None:
+            put_in.mark_rebuilt(layer)
+    return TransformersModel(layers, model, None, is_decoder=_is_decoder(model), adapter=put_in)
+
+
+def _relative_weights(model: Any, plan: "_Plan") -> Callable[[str], float]:
+    """Return what says how much a layer computes, by its name, relative to the first block of the last chain."""
+    expert_share = share_of_experts(model.config)
+    block_weight = multiplications(model.get_submodule(plan.block), expert_share) or 1.0
+
+    def weight(name: str) -> float:
+        modules, _ = tensors_of_segment(model, plan.segments[name])
+        number = sum(multiplications(item, expert_share) for item in modules.values())
+        return number * plan.positions[name] / block_weight
+
+    return weight
+
+
+def _tensor_names(model: Any, segment: Segment) -> set[str]:
+    """Return the names of a layer's tensors, also the second name of what a module ties within itself."""
+    modules, tensors = tensors_of_segment(model, segment)
+    names = {*tensors}
+    for path, module in modules.items():
+        names |= {f"{path}.{item}" for item, _ in module.named_parameters(remove_duplicate=False)}
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,17 +270,32 @@ def _unlike_chains(
     )
 
 
-def _part_constructors(model: Any, kind: type[CutPart], names: list[str]) -> dict[str, Callable[..., CutPart]]:
-    """Return the constructor of each layer, by name; with experts to be balanced, blocks and the last layer do it."""
-    if not getattr(model.config, "output_router_logits", False):
-        return dict.fromkeys(names, kind)
-    return Balance(model, names).kinds(kind, names)
+def _part_constructors(model: Any, plan: _Plan) -> dict[str, Callable[..., CutPart]]:
+    """Return what makes each layer of its tensors, by name; blocks and the last layer balance experts, if asked to."""
+    forward = CutForward(Template(model, plan.cut, share_collecting_hooks), plan.entry)
+    kind, names = part_class(plan.entry.batch_signature), list(plan.segments)
+    is_balanced = getattr(model.config, "output_router_logits", False)
+    kinds = Balance(model, names).kinds(kind, names) if is_balanced else dict.fromkeys(names, kind)
+    return {name: partial(kinds[name], forward, name, segment) for name, segment in plan.segments.items()}
 
 
 def _build_part(
+    make: Callable[..., CutPart],
+    model: Any,
+    segment: Segment,
+    weights: PretrainedWeights | None,
+    adapter: Adapter | None,
+) -> CutPart:
+    """Build one layer on the default device, with values from files or drawn, and with its part of an adapter."""
+    part = _build_plain_part(make, model, segment, weights)
+    if adapter is not None:
+        adapter.put_into(part)
+    return part
+
+
+def _build_plain_part(
     make: Callable[..., CutPart], model: Any, segment: Segment, weights: PretrainedWeights | None
 ) -> CutPart:
-    """Build one layer on the default device, with values from files or drawn."""
     device = torch.get_default_device()
     configs = (getattr(module, "config", None) for module in model.modules())
     memo: dict[int, Any] = {id(config): config for config in configs}  # all layers share the configs of the model

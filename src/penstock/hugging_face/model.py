@@ -11,9 +11,11 @@ from penstock.errors import PenstockError
 from penstock.execute.losses.chunked import AUTO, Chunk, LogProbsLoss
 from penstock.execute.losses.model_loss import LayersWithLoss
 from penstock.execute.losses.output import LossValue
+from penstock.hugging_face.adapter_files import AdapterFormat, MergedFormat
+from penstock.hugging_face.adapters import Adapter
 from penstock.hugging_face.generation import Request, generate
 from penstock.hugging_face.losses import Loss, ShiftedLoss, loss_of
-from penstock.hugging_face.pretrained_out import PretrainedFormat, save_pretrained
+from penstock.hugging_face.pretrained_out import PretrainedFormat, save_as
 from penstock.hugging_face.weight_source import WeightSource, weight_source
 from penstock.models.cutting.part import CutPart
 from penstock.models.layer import LayerSpec
@@ -29,13 +31,25 @@ class TransformersModel(LayersWithLoss[Layer]):
     it. Labels of causal decoders are not shifted, the loss does it.
     """
 
-    def __init__(self, layers: Sequence[Layer], whole: Any, source: Path | None, *, is_decoder: bool) -> None:
-        """`whole` is the model, on the meta device unless it was given; `source` is the folder it came from, if any."""
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        whole: Any,
+        source: Path | None,
+        *,
+        is_decoder: bool,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """`whole` is the model, on the meta device unless it was given; `source` is the folder it came from, if any.
+
+        `adapter` is the adapter of peft in it, if any.
+        """
         self._layers = list(layers)
         self._loss = loss_of(whole)
         self.whole = whole
         self.config = whole.config
         self.source = source
+        self.adapter = adapter
         self.is_decoder = is_decoder
         """Whether it is a causal decoder of text alone."""
 
@@ -82,30 +96,36 @@ class TransformersModel(LayersWithLoss[Layer]):
         """Whether the loss compares a label with the logits at the position before it."""
         return isinstance(self._loss, ShiftedLoss)
 
-    def save_pretrained(self, pipeline: Pipeline, folder: str | Path) -> None:
+    def save_pretrained(self, pipeline: Pipeline, folder: str | Path, *, merged: bool = False) -> None:
         """Write the weights of a pipeline of this model, and its config, as transformers saves them.
 
         Every rank calls it. `from_pretrained(folder)` of the model's class then loads them. Files of the tokenizer and
         the processor are copied from the folder that the model came from.
 
+        Of a model with an adapter, the adapter alone is written, as peft saves it. With `merged`, it is merged into the
+        weights, and the model is written; the pipeline stays as it is.
+
         Raises:
-            NotSaved: on every rank, if a file cannot be written, or the pipeline is of another model.
+            NotSaved: on every rank, if a file cannot be written, the pipeline is of another model, or an adapter cannot
+                be merged.
             PipelineError: a rank is lost meanwhile.
         """
-        save_pretrained(pipeline, Path(folder), self._format)
+        adapter = None if merged else self.adapter
+        name = "" if adapter is None else adapter.folder_name
+        save_as(pipeline, Path(folder, name), self._whole_format if adapter is None else AdapterFormat(adapter))
 
     def weight_source(self, pipeline: Pipeline) -> WeightSource:
         """Return the weights of a pipeline of this model for processes that generate with them, such as vLLM.
 
         Every rank calls it, once; the source serves any number of updates. Its `metadata()` lists names, types and
         shapes as `save_pretrained` has them, and the rank that owns each tensor. A loop over it yields this rank's
-        own tensors, whole, one after another.
+        own tensors, whole, one after another. An adapter is merged into them, one tensor at a time.
 
         Raises:
-            NotSaved: on every rank: the pipeline is of another model, or the model has adapters.
+            NotSaved: on every rank: the pipeline is of another model, or its adapter cannot be merged.
             PipelineError: a rank is lost meanwhile.
         """
-        return weight_source(pipeline, self._format)
+        return weight_source(pipeline, self._whole_format)
 
     def generate(
         self,
@@ -151,8 +171,10 @@ class TransformersModel(LayersWithLoss[Layer]):
         return self._known_loss.count(labels)
 
     @property
-    def _format(self) -> PretrainedFormat:
-        """The names and shapes that transformers gives the weights in files."""
+    def _whole_format(self) -> PretrainedFormat:
+        """The names and shapes that transformers gives the weights in files; an adapter is merged into them."""
+        if self.adapter is not None:
+            return MergedFormat.of(self.adapter, self.source)
         shared_names = {name for layer in self._layers if isinstance(layer, nn.Module) for name in _shared(layer)}
         return PretrainedFormat(self.whole, self.source, shared_names=shared_names)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoints.agreement import failing_as
+from penstock.checkpoints.agreement import failing_as, require_equal_on_ranks
 from penstock.checkpoints.content import SAME_MODEL, require_same_names
 from penstock.checkpoints.pretrained import files_of, find_weights
 from penstock.checkpoints.shards import DTYPE_NAMES, DTYPES, read_tensors, shapes_of
@@ -46,46 +46,26 @@ MOST_NAMES = 3
 
 
 @collective
-def save_pretrained(pipeline: Pipeline, folder: Path, format: "PretrainedFormat") -> None:
-    """Write the weights of all ranks into a folder that transformers' `from_pretrained` loads.
-
-    Every rank calls it, and all of them see the folder, which is made where it is missing. The pipeline has the
-    parameters and saved buffers of the model of `format`, under its names. Files that are there already are replaced
-    when all is written, or not at all.
-
-    Raises:
-        NotSaved: on every rank, if a file cannot be written, the pipeline is not of this model, or the model has more
-            than its class, as one with adapters has.
-        PipelineError: if a rank is lost meanwhile.
-    """
+def save_as(pipeline: Pipeline, folder: Path, format: "SavedFormat") -> None:
+    """Write the weights of all ranks in this format, into a folder that is made. Raises: as `save_pretrained`."""
+    control = pipeline.control
 
     def make_folder() -> None:
-        require_own_class(format.model, str(folder))
+        format.require_savable(folder)
         with naming_storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
+    formats = control.together(lambda: type(format).__name__)
+    require_equal_on_ranks("format (merged)", formats, folder, control.names)
     # Only rank 0 makes the folder; if that fails, NotSaved is raised on every rank.
-    pipeline.control.on_rank_0(make_folder, failing_as(NotSaved))
+    control.on_rank_0(make_folder, failing_as(NotSaved))
     save_weights(folder, pipeline, format)
 
 
-def require_own_class(model: Any, where: str) -> None:
-    """Refuse a model with more than its class has, as one with adapters; `where` is what a message begins with.
-
-    Raises: NotSaved.
-    """
-    foreign_names = names_beside_class(model)
-    if foreign_names:
-        raise NotSaved(
-            f"{where}: the model has {listed(foreign_names, MOST_NAMES, quoted=repr)}, which "
-            f"{type(model).__name__} does not have, so that from_pretrained would leave these out and draw others "
-            "at random. Save adapters by save_checkpoint, or train a model that they are merged into "
-            "(merge_and_unload() of peft)"
-        )
-
-
-def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
+def convert_weights(path: Path, folder: Path, model: Any, source: Path, format: "SavedFormat | None" = None) -> Path:
     """Write weights into a folder that transformers' `from_pretrained` loads; return the path that they were read from.
+
+    `format` says the files, by default those of `model`.
 
     `path` is a checkpoint, a run's folder, or a file or folder of safetensors, with the names of `model`, which is on
     the meta device. Configuration and tokenizer files are copied from `source`. Files are written one after another: a
@@ -119,12 +99,19 @@ def convert_weights(path: Path, folder: Path, model: Any, source: Path) -> Path:
         if name in entries and owner in entries:
             require_tied(source_path, name, owner, read([name, owner]))
             del entries[name]
-    save_tensors(folder, entries, read, PretrainedFormat(model, source, source_path))
+    save_tensors(folder, entries, read, format or PretrainedFormat(model, source, source_path))
     return source_path
 
 
+class SavedFormat(WeightFormat):
+    """The files of a folder that `save_pretrained` writes."""
+
+    def require_savable(self, folder: Path) -> None:
+        """Refuse a model that these files cannot hold. Raises: NotSaved."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class PretrainedFormat(WeightFormat):
+class PretrainedFormat(SavedFormat):
     """The files of a transformers model."""
 
     model: Any
@@ -157,6 +144,17 @@ class PretrainedFormat(WeightFormat):
         return [
             _unit(self.model, {name: metas[name] for name in names}) for names in _groups_of_names(self.model, metas)
         ]
+
+    def require_savable(self, folder: Path) -> None:
+        """Refuse a model that has more than its class makes. Raises: NotSaved."""
+        foreign_names = names_beside_class(self.model)
+        if foreign_names:
+            raise NotSaved(
+                f"{folder}: the model has {listed(foreign_names, MOST_NAMES, quoted=repr)}, which "
+                f"{type(self.model).__name__} does not have, so that from_pretrained would leave these out and draw "
+                "others at random. Adapters are saved where from_transformers is given the model with peft's wrapper "
+                "around it; or train a model that they are merged into (merge_and_unload() of peft)"
+            )
 
     def require_all(self, names: Collection[str]) -> None:
         model_names = saved_tensors(self.model).keys() - tied_names(self.model).keys() - unsaved_names(self.model)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, described
+from penstock.hugging_face.adapters import config_of
 from penstock.hugging_face.undocumented import (
     checkpoints_gradients,
     class_of_config,
@@ -18,13 +19,13 @@ from penstock.hugging_face.undocumented import (
     parameters_on_meta,
     state_names_of_class,
 )
+from penstock.hugging_face.undocumented_peft import CONFIG as ADAPTER
 from penstock.models.cutting.points import saved_tensors
 
 KEY = "source"
 OLDEST = 5
 """The first major version whose decoder layers return a tensor."""
 CONFIG = "config.json"
-ADAPTER = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"
 ADALORA = "peft.tuners.adalora"
 LAYER_DROP = "layerdrop"
@@ -55,11 +56,34 @@ def folder_of(source: Any) -> Path | None:
     if not isinstance(source, str | Path):
         raise ConfigError(f"a {type(source).__name__}; expected a folder, a config or a model of transformers", key=KEY)
     folder = Path(source) if Path(source).is_dir() else _cached_folder(str(source))
-    if (folder / ADAPTER).is_file():
-        raise ConfigError(f"{folder}: is an adapter ({ADAPTER}); merge it into its model, and save that", key=KEY)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: holds no {CONFIG}; give a folder that save_pretrained has written", key=KEY)
     return folder
+
+
+def base_and_adapter(source: Any, adapter: Any) -> tuple[Any, Any]:
+    """Return the model and the adapter that arguments mean: the folder of an adapter names its model itself.
+
+    Raises: ConfigError.
+    """
+    if not isinstance(source, str | Path) or not Path(source, ADAPTER).is_file():
+        return source, adapter
+    if Path(source, CONFIG).is_file() and adapter is None:
+        raise ConfigError(
+            f"{source}: holds both a model ({CONFIG}) and an adapter ({ADAPTER}); pass the folder of the model, and "
+            "adapter= this one, or put them into folders of their own",
+            key=KEY,
+        )
+    if adapter is not None:
+        return source, adapter
+    base = config_of(source).base_model_name_or_path
+    if not base:
+        raise ConfigError(
+            f"{source}: its {ADAPTER} names no model (base_model_name_or_path); pass the folder of the model as "
+            "source, and this one as adapter=",
+            key=KEY,
+        )
+    return base, source
 
 
 def _cached_folder(name: str) -> Path:
@@ -102,6 +126,8 @@ def on_meta(
             settings["attn_implementation"] = attn_implementation
         with parameters_on_meta():
             model = made_of_config(library, config, **settings)
+        if folder is not None:
+            model.name_or_path = str(source)  # as a hub calls it, which adapters say, and not its place in the cache
         if folder is not None and (folder / GENERATION_CONFIG).is_file():
             model.generation_config = library.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except ConfigError:

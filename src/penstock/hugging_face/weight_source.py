@@ -15,6 +15,7 @@ one order; where an owner leaves its loop early, its replicas are told. Relies o
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from penstock.errors import NotSaved, PenstockError, PipelineError
 from penstock.execute.control.collectives import Control
 from penstock.execute.transport.calls import collective
 from penstock.execute.transport.places import Places
-from penstock.hugging_face.pretrained_out import PretrainedFormat, require_own_class
+from penstock.hugging_face.pretrained_out import PretrainedFormat
 from penstock.models.cutting.points import saved_tensors
 from penstock.pipeline import Pipeline
 
@@ -157,7 +158,7 @@ def weight_source(pipeline: Pipeline, format: PretrainedFormat) -> WeightSource:
         PipelineError: a rank is lost.
     """
     control = pipeline.control
-    control.on_rank_0(lambda: require_own_class(format.model, "weight_source"), failing_as(NotSaved))
+    control.on_rank_0(lambda: format.require_savable(Path("weight_source")), failing_as(NotSaved))
     _, descriptions, _ = gather_content(pipeline, None)
     num_owners = control.places.pipeline.num_ranks
     nothing: list[frozenset[str]] = [frozenset()] * (len(descriptions) - num_owners)

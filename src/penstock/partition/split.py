@@ -13,6 +13,10 @@ MOST_LISTED = 16
 """Stages whose numbers of layers are listed one by one."""
 
 
+SMALL_SHARE = 0.1
+"""The share of trained parameters below which W has next to nothing to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
     """How many parameters stages hold, each counted once per rank. Keys are tuples of one or two stages."""
@@ -24,14 +28,16 @@ class ParameterCounts:
     copied: Mapping[tuple[int, ...], int] = field(default_factory=dict)
     """How many parameters of a stage are copies of those of a stage of another rank, by the two stages; they count in
     both."""
+    frozen: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    """How many of the parameters of a stage are not trained, by the stage; stages without frozen ones are left out."""
 
     @classmethod
     def of_ranks(cls, counts_of_ranks: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> "ParameterCounts":
         """Join the counts of all ranks; those of one rank are, by field, rows of one or two stages and a number."""
         return cls(
             **{
-                name: {tuple(stages): number for counts in counts_of_ranks for *stages, number in counts[name]}
-                for name in ("of_stage", "shared", "copied")
+                name: {tuple(stages): number for counts in counts_of_ranks for *stages, number in counts.get(name, ())}
+                for name in ("of_stage", "shared", "copied", "frozen")
             }
         )
 
@@ -127,13 +133,15 @@ def describe_split(
     *,
     late_shares: Mapping[int, float] | None = None,
     reasons: Mapping[int, Mapping[str, str]] | None = None,
+    splits_backwards: bool = False,
 ) -> str:
     """Draw a split as a text table: per stage its layers, its share of the weight, and its parameters.
 
     `names` and `weights` have one entry per layer; `screen` says how wide the text may be. Stages that hold copies of
     the same layers are one row. Lines below the table name the heaviest stage and the stages that share parameters.
     `late_shares` are, by stage, the share of weight gradients that are computed in W, where that is known; `reasons`
-    say, by stage and name, why further weight gradients are computed in I.
+    say, by stage and name, why further weight gradients are computed in I. `splits_backwards` is whether the schedule
+    has W, which has nothing to do where parameters are frozen.
     """
     # Join stages with the same layers to one row, such as `0 and 7`.
     stages_by_layers: dict[range, list[str]] = {}
@@ -171,6 +179,7 @@ def describe_split(
     ]
     if num_copied:
         last_lines.append(f"without copies: {sum(counts.values()) - sum(num_copied.values()):,} parameters")
+    last_lines += _lines_on_frozen(counts, _numbers_by_row(parameters.frozen, row_of_stage), labels, splits_backwards)
     last_lines += [
         f"do not wait for W in stage {stage}: {names_by_reason(reason_of_name)}"
         for stage, reason_of_name in (reasons or {}).items()
@@ -206,6 +215,28 @@ def _numbers_by_row(
         if len(set(rows)) == len(rows):
             number_of_rows[rows] = max(number, number_of_rows.get(rows, 0))
     return number_of_rows
+
+
+def _lines_on_frozen(
+    counts: Mapping[tuple[int, ...], int],
+    frozen: Mapping[tuple[int, ...], int],
+    labels: Sequence[str],
+    splits_backwards: bool,
+) -> Iterator[str]:
+    """Yield what is trained where some parameters are frozen, and that W then has little to do, if it has."""
+    if not any(frozen.values()):
+        return
+    trained = {row: number - frozen.get((row,), 0) for (row,), number in sorted(counts.items())}
+    number_of_stages = (f"{number:,} in stage {labels[row]}" for row, number in trained.items() if number)
+    idle = [labels[row] for row, number in trained.items() if not number]
+    none = f"; none in {'stages' if len(idle) > 1 else 'stage'} {listed(idle)}" if idle else ""
+    yield f"trained, all others are frozen: {listed([*number_of_stages])}{none}"
+    share = sum(trained.values()) / (sum(counts.values()) or 1)
+    if splits_backwards and share < SMALL_SHARE:
+        yield (
+            f"{share:.2%} of the parameters are trained, so that W has next to nothing to do, and I takes as long as a "
+            "whole backward: take a schedule that does not split backwards, such as 1f1b"
+        )
 
 
 def _lines_on_sharing(

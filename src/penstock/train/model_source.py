@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, described, shortened
 from penstock.execute.losses.chunked import chunked_cross_entropy
+from penstock.hugging_face.adapters import new_config
 from penstock.hugging_face.from_transformers import from_transformers
 from penstock.models import LayerSpec, cross_entropy_loss, decoder_layers
 from penstock.schedules.third_party import run_third_party
@@ -23,6 +24,8 @@ from penstock.train.settings.user_function import load_function
 KEY = "model.source"
 TRANSFORMERS = "model.transformers"
 KEYS_OF_CODE = (KEY, "model.loss", "data.source")
+ALL_LINEAR = "all-linear"
+"""The word of peft for all linear modules but the head."""
 FUNCTION = "--function"
 EXPECTED = "a list of torch.nn.Module or of LayerSpec, in the order in which they run"
 Loss = Callable[[Any, Any], Tensor]
@@ -110,9 +113,12 @@ def _layers_of_transformers(config: RunConfig, vocabulary: int) -> list[LayerSpe
     model = config.model
     _require_unchanged(config)
     try:
-        layers = from_transformers(model.transformers, dtype=model.torch_dtype, seed=config.run.seed)
+        layers = from_transformers(
+            model.transformers, adapter=adapter_of(config), dtype=model.torch_dtype, seed=config.run.seed
+        )
     except ConfigError as error:
-        raise ConfigError(error.problem, key=TRANSFORMERS) from error
+        key = "adapter" if error.key == "adapter" else TRANSFORMERS
+        raise ConfigError(error.problem, key=key) from error
     if not layers.is_decoder:
         raise ConfigError(
             f"{model.transformers} is a {type(layers.whole).__name__}; a run file trains causal decoders on text. "
@@ -126,6 +132,24 @@ def _layers_of_transformers(config: RunConfig, vocabulary: int) -> list[LayerSpe
             key=TRANSFORMERS,
         )
     return [layer for layer in layers if isinstance(layer, LayerSpec)]
+
+
+def adapter_of(config: RunConfig) -> Any:
+    """Return the adapter of a run as `from_transformers` takes it; None where there is none. Raises: ConfigError."""
+    adapter = config.adapter
+    if adapter.folder or not adapter.is_used:
+        return adapter.folder or None
+    settings: dict[str, Any] = {"target_modules": _targets(adapter.targets), "modules_to_save": list(adapter.train)}
+    if adapter.kind == "lora":
+        settings |= {"r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout}
+    if adapter.kind == "vera":
+        settings |= {"r": adapter.rank, "vera_dropout": adapter.dropout}
+    settings = {name: value for name, value in settings.items() if value or name == "target_modules"}
+    return new_config(adapter.kind, settings | adapter.options)
+
+
+def _targets(targets: tuple[str, ...]) -> str | list[str] | None:
+    return ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets) or None
 
 
 def _require_unchanged(config: RunConfig) -> None:

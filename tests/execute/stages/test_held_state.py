@@ -93,7 +93,7 @@ def counted(placement, rank, tied, layers=None, slices=EACH_LAYER):
     ids=["shared by stages of a rank", "copied by another rank", "a copy", "a copy that stages share"],
 )
 def test_a_parameter_that_several_stages_hold_counts_in_the_first(placement, rank, tied, of_stage, shared, copied):
-    assert counted(placement, rank, tied) == {"of_stage": of_stage, "shared": shared, "copied": copied}
+    assert counted(placement, rank, tied) == {"of_stage": of_stage, "shared": shared, "copied": copied, "frozen": []}
 
 
 def test_of_a_stage_a_shared_parameter_counts_once_and_one_without_a_shape_not_yet():

@@ -20,6 +20,7 @@ ASKED = {
     "wandb": {"metrics": {"wandb": "offline"}},
     "tokenizers": {"data": {"corpus": "stdlib", "tokenizer": "words.json"}},
     "transformers": {"model": {"transformers": "llama"}},
+    "peft": {"adapter": {"kind": "lora"}, "model": {"transformers": "llama"}},
     "datasets": {"data": {"corpus": "datasets", "files": ["saved"]}},
     "chats": {"data": {"corpus": "chats", "files": ["a.jsonl"], "tokenizer": "words.json"}},
 }
@@ -32,8 +33,10 @@ def blocked(monkeypatch):
 
 
 @pytest.mark.parametrize(("package", "asked"), list(zip(OPTIONAL_PACKAGES, ASKED.values(), strict=True)), ids=ASKED)
-def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, asked, blocked):
+def test_a_missing_package_is_refused_where_the_run_asks_for_it(package, asked, blocked, monkeypatch):
     require_packages(config_with())
+    if package.name == "peft":  # which needs transformers too
+        monkeypatch.setitem(sys.modules, "transformers", sys)
 
     with pytest.raises(ConfigError) as caught:
         require_packages(config_with(**asked))

@@ -137,6 +137,8 @@ from tests.train.settings.tables import config_with, refusal_of, table_with
             "20 steps of warm-up and 15 of decay do not fit into run.steps = 30",
         ),
         ({"run": {"patience": 2, "evaluate_every": 0}}, "run.patience", "needs evaluations"),
+        ({"adapter": {"kind": "lora"}}, "adapter.kind", "name one in model.transformers"),
+        ({"adapter": {"rank": 4}}, "adapter.rank", "is of an adapter; set adapter.kind; drop it"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(sections, key, message):

@@ -54,6 +54,7 @@ def count_parameters(assembly: Assembly) -> dict[str, list[list[int]]]:
     counts: Counter[tuple[int, ...]] = Counter()
     shared: Counter[tuple[int, ...]] = Counter()
     copied: Counter[tuple[int, ...]] = Counter()
+    frozen: Counter[tuple[int, ...]] = Counter()
     counted_in: dict[int, int] = {}  # by id of a parameter, its stage
     for stage in sorted(assembly.stages, key=lambda stage: stage.first_layer):
         counts[stage.index,] = 0
@@ -61,13 +62,15 @@ def count_parameters(assembly: Assembly) -> dict[str, list[list[int]]]:
             first = counted_in.setdefault(id(parameter), stage.index)
             if first == stage.index:
                 counts[first,] += _size(parameter)
+                frozen[first,] += 0 if parameter.requires_grad else _size(parameter)
             else:
                 shared[stage.index, first] += _size(parameter)
     for group, copy in assembly.tied_copies.items():
         owner = assembly.tied_groups[group][0]
         for parameter in () if (owner,) in counts else copy.parameters.values():
             copied[counted_in[id(parameter)], owner] += _size(parameter)
-    return {"of_stage": _rows(counts), "shared": _rows(shared), "copied": _rows(copied)}
+    fields = {"of_stage": counts, "shared": shared, "copied": copied, "frozen": +frozen}
+    return {name: _rows(numbers) for name, numbers in fields.items()}
 
 
 def _named_tensors(stage: Stage) -> list[tuple[str, Tensor]]:

@@ -19,6 +19,8 @@ class CutPart(nn.Module):
     has_full_names = True
     layer_weight = 1.0
     """Compute relative to the other parts, for the split into stages."""
+    rebuilt_names: frozenset[str] = frozenset()
+    """Names of frozen tensors that building the layer makes again, so that checkpoints leave them out."""
     takes_slices = False
     """Masks and positions are made for whole sequences, so a part takes no slices of them."""
 

@@ -73,6 +73,9 @@ TRANSFORMERS = OptionalPackage(
     lambda config: bool(config.model.transformers),
     "leave it out to train the decoder",
 )
+PEFT = OptionalPackage(
+    "peft", "adapter.kind", lambda config: config.adapter.is_used, "leave [adapter] out to train the model itself"
+)
 DATASETS = OptionalPackage(
     "datasets",
     "data.corpus",
@@ -82,7 +85,7 @@ DATASETS = OptionalPackage(
 CHAT_TEMPLATES = OptionalPackage(
     "transformers", "data.corpus", lambda config: config.data.has_chats, "write the conversations as texts"
 )
-OPTIONAL_PACKAGES = (TENSORBOARD, WANDB, TOKENIZERS, TRANSFORMERS, DATASETS, CHAT_TEMPLATES)
+OPTIONAL_PACKAGES = (TENSORBOARD, WANDB, TOKENIZERS, TRANSFORMERS, PEFT, DATASETS, CHAT_TEMPLATES)
 """A setting that needs another package has an entry here."""
 PICTURES = OptionalPackage(
     "matplotlib",

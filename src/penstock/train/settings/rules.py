@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.errors import MAX_KEY_CHARACTERS, MAX_SHOWN, ConfigError, cut, nearest, shortened
 from penstock.models.decoder_config import DecoderConfig
+from penstock.train.settings.adapter_section import AdapterSection
 from penstock.train.settings.data_section import CORPORA, SourceKeys
 from penstock.train.settings.sections import ModelSection, Sections
 from penstock.train.settings.steps import decay_steps_of
@@ -231,6 +232,23 @@ def _model_problems(config: Sections) -> Iterator[Problem]:
         yield "batch.length", f"{batch.length} tokens are more than model.length = {model.length}"
 
 
+def _adapter_problems(config: Sections) -> Iterator[Problem]:
+    """Yield the keys of an adapter that are set although the method does not have them, or there is no adapter."""
+    adapter = config.adapter
+    keys = [key for key, value in adapter if value != getattr(AdapterSection(), key)]
+    if adapter.folder:
+        unused, reason = {*keys} - {"folder"}, "is set by the settings of the adapter in adapter.folder"
+    elif adapter.kind == "none":
+        unused, reason = {*keys}, "is of an adapter; set adapter.kind"
+    else:
+        absent = {"lora": (), "vera": ("alpha",), "ia3": ("alpha", "rank", "dropout")}[adapter.kind]
+        unused, reason = {*keys} & {*absent}, f"is not for adapter.kind = {adapter.kind!r}"
+    for key in sorted(unused):
+        yield f"adapter.{key}", f"{reason}; drop it"
+    if adapter.is_used and not config.model.transformers:
+        yield "adapter.kind", "an adapter is put into a model of Hugging Face; name one in model.transformers"
+
+
 def _source_problems(config: Sections) -> Iterator[Problem]:
     """Yield the problems of data.files and its neighbours, or of each of data.sources, which replace them."""
     data = config.data
@@ -324,6 +342,7 @@ _RULES = (
     _ramp_problems,
     _pipeline_problems,
     _model_problems,
+    _adapter_problems,
     _source_problems,
     _chats_problems,
     _data_problems,

@@ -10,6 +10,7 @@ from pydantic import Field
 from penstock.lowering import NOT_SHARDED, Sharding
 from penstock.models.decoder_config import DecoderConfig, Positive
 from penstock.planning import DEFAULT_MICROBATCHES
+from penstock.train.settings.adapter_section import AdapterSection
 from penstock.train.settings.data_section import DataSection
 from penstock.train.settings.section import Checkpointing, NameOr, NotNegative, Scalar, Section, Sizes, Split
 
@@ -300,6 +301,7 @@ class Sections(Section):
     parallel: ParallelSection = ParallelSection()
     model: ModelSection = ModelSection()
     loss: LossSection = LossSection()
+    adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
     precision: PrecisionSection = PrecisionSection()
