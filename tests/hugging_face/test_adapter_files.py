@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import penstock as ps
 from penstock.errors import NotSaved
@@ -160,3 +161,25 @@ def test_an_adapter_of_another_name_gets_a_folder_of_its_own(tmp_path):
     assert set(names(tmp_path / "ours" / "mine")) >= set(FILES[:2])
     loaded = peft.PeftModel.from_pretrained(loaded_base(base), tmp_path / "ours" / "mine")
     assert any(parameter.abs().max() > 0.05 for name, parameter in loaded.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_source_of_weights_brings_the_merged_model_and_generation_reads_it(tmp_path, ranks):
+    base = saved_base(tmp_path / "base")
+    layers = ps.from_transformers(base, adapter=peft.LoraConfig(**LORA))
+
+    def bring(transport):
+        with pipeline_of(layers, transport if ranks > 1 else None) as pipeline:
+            settle(pipeline.named_parameters())
+            layers.save_pretrained(pipeline, tmp_path / "merged", merged=True)
+            tensors = {name: tensor.clone() for name, tensor in layers.weight_source(pipeline)}
+            return tensors, layers.generate(pipeline, TOKENS[:, :4], max_new_tokens=4)
+
+    results = on_ranks(ranks, bring)
+    expected = loaded_base(tmp_path / "merged")
+    tensors = {name: tensor for brought, _ in results for name, tensor in brought.items()}
+    assert tensors.keys() == load_file(tmp_path / "merged" / "model.safetensors").keys()
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(tensors[name], tensor)
+    text = expected.generate(TOKENS[:, :4], max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert all(torch.equal(tokens, text) for _, tokens in results)

@@ -185,7 +185,7 @@ def test_what_cannot_be_written_is_refused_on_all_ranks_and_nothing_is_written(t
 
     def case(transport):
         with pipeline_of(transport, llama, 4) as pipeline:
-            return error_of(save_pretrained, pipeline, tmp_path / "to", PretrainedFormat(other.empty, llama.folder))
+            return error_of(save_as, pipeline, tmp_path / "to", PretrainedFormat(other.empty, llama.folder))
 
     for error in on_ranks(2, case):
         assert type(error) is NotSaved

@@ -92,9 +92,13 @@ class MergedFormat(PretrainedFormat):
             for unit in PretrainedFormat.units(self, base_types)
         ]
 
-    def require_all(self, names: Collection[str]) -> None:
+    def model_names(self, names: Collection[str]) -> list[str]:
+        """Return the names in the model of tensors that it has without the adapter too."""
         base_names = self.adapter.base_names
-        PretrainedFormat.require_all(self, [base_names[name] for name in names if name in base_names])
+        return [base_names[name] for name in names if name in base_names]
+
+    def require_all(self, names: Collection[str]) -> None:
+        PretrainedFormat.require_all(self, self.model_names(names))
 
     def convert(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         plain_tensors: dict[str, Tensor] = {}

@@ -156,6 +156,10 @@ class PretrainedFormat(SavedFormat):
                 "around it; or train a model that they are merged into (merge_and_unload() of peft)"
             )
 
+    def model_names(self, names: Collection[str]) -> list[str]:
+        """Return the names in the model for names of a pipeline's tensors."""
+        return list(names)
+
     def require_all(self, names: Collection[str]) -> None:
         model_names = saved_tensors(self.model).keys() - tied_names(self.model).keys() - unsaved_names(self.model)
         require_same_names(self.source_words, names, model_names)

@@ -154,7 +154,7 @@ def weight_source(pipeline: Pipeline, format: PretrainedFormat) -> WeightSource:
     `format` says the names, types and shapes of the tensors.
 
     Raises:
-        NotSaved: on every rank: the pipeline is of another model, or the model has more than its class, as adapters.
+        NotSaved: on every rank: the pipeline is of another model, or the model has more than its class.
         PipelineError: a rank is lost.
     """
     control = pipeline.control
@@ -166,7 +166,11 @@ def weight_source(pipeline: Pipeline, format: PretrainedFormat) -> WeightSource:
     units = units_by_rank(pipeline, format, descriptions, owned)[:num_owners]
     # In the order of the model, in which the tensors of a block lie side by side.
     places = {name: place for place, name in enumerate(saved_tensors(format.model))}
-    ordered = [sorted(rank_units, key=lambda unit: places[unit["names"][0]]) for rank_units in units]
+
+    def place_of(unit: ConversionUnit) -> int:
+        return min(places[name] for name in format.model_names(unit["names"]))
+
+    ordered = [sorted(rank_units, key=place_of) for rank_units in units]
     return WeightSource(pipeline, format, ordered)
 
 
