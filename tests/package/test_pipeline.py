@@ -642,7 +642,9 @@ def test_what_cannot_train_refuses_a_step_on_every_rank_of_every_replica_and_the
 
     assert all(type(error) is ConfigError and str(error).startswith(text) for error, _ in ranks)
     outputs = [outputs for _, outputs in ranks if outputs is not None]
-    assert [torch.equal(found, nn.Sequential(*layers)(batch)) for found in outputs] == [True, True]
+    assert len(outputs) == 2
+    for found in outputs:  # a product of other numbers of rows may have other last bits
+        torch.testing.assert_close(found, nn.Sequential(*layers)(batch))
 
 
 def test_a_keyword_that_no_layer_of_any_rank_names_is_refused_everywhere():

@@ -40,7 +40,8 @@ def test_gradients_are_those_of_microbatches_by_their_shares():
     logits = nn.functional.linear(part.args[0], weight, values["bias"])
     nn.functional.cross_entropy(logits, part.target).backward()
     torch.testing.assert_close(observations[2].tensors[GRADIENT]["weight"], weight.grad)
-    assert torch.equal(observations[1].tensors[OUTPUT]["output"], logits.detach())
+    # A product of other numbers of rows may have other last bits.
+    torch.testing.assert_close(observations[1].tensors[OUTPUT]["output"], logits.detach())
     assert set(observations[2].tensors[LOSS]) == {"microbatch 0", "microbatch 1", "batch"}
     assert torch.equal(model.weight, values["weight"] * SHRINKING)
 
