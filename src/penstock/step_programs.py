@@ -135,7 +135,8 @@ class StepPrograms:
 class PlanningBeside:
     """Plans programs in a thread, one after another, while steps run.
 
-    A program that cannot be planned, because there is no memory for it, never comes: its number stays in rounds.
+    A program that cannot be planned, because there is no memory for it, never comes: its number stays in rounds. What
+    `numbers` has told stays there until it is asked again, since ranks agree on a program before they run it.
     """
 
     def __init__(self, plan: Callable[[int], Program]) -> None:
@@ -160,8 +161,11 @@ class PlanningBeside:
         threading.Thread(target=self._run, name="penstock planning", daemon=True).start()
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers whose programs are there."""
+        """Return the numbers whose programs are there, and drop the oldest of too many before."""
         with self._lock:
+            for oldest in list(self._programs)[:-MOST_PROGRAMS]:
+                del self._programs[oldest]
+                self._asked.discard(oldest)
             return tuple(self._programs)
 
     def get(self, number: int) -> Program:
@@ -184,6 +188,3 @@ class PlanningBeside:
                 continue
             with self._lock:
                 self._programs[number] = program
-                for oldest in list(self._programs)[:-MOST_PROGRAMS]:
-                    del self._programs[oldest]
-                    self._asked.discard(oldest)
