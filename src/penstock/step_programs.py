@@ -68,7 +68,7 @@ class StepPrograms:
             case Mode.TRAIN:
                 return self._training(key.num_microbatches)
             case Mode.TRAIN_SPLIT:
-                return self._lowered(with_split_backwards(self._schedule(key.num_microbatches)))
+                return self._split(key.num_microbatches)
         # An evaluation may have any number of microbatches, also one for which the family has no schedule.
         most = key.most_microbatches
         if self.training.is_forward_only and most == self.training.num_microbatches:
@@ -100,8 +100,15 @@ class StepPrograms:
             # what one of them takes.
             return self._lowered(in_rounds(self._plan.schedule, number))
 
-    def _schedule(self, number: int) -> Schedule:
-        return self._plan.schedule_of(number) or in_rounds(self._plan.schedule, number)
+    def _split(self, number: int) -> Program:
+        """Return what training runs with every backward in two parts."""
+        schedule = self._plan.schedule_of(number)
+        if schedule is not None:
+            try:
+                return self._lowered(with_split_backwards(schedule))
+            except ScheduleError:  # as in `_training`
+                pass
+        return self._lowered(with_split_backwards(in_rounds(self._plan.schedule, number)))
 
     def _require_schedule(self, number: int) -> Schedule:
         schedule = self._plan.schedule_of(number)

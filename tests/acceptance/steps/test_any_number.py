@@ -647,10 +647,14 @@ def test_a_number_whose_own_schedule_takes_too_much_memory_runs_in_rounds():
     def case(wires):
         with made(wires, task, "gpipe", memory_limit="4 microbatches") as pipeline:
             result = taken(pipeline, task, pipeline.step, microbatches=9)
-            peaks = check(pipeline._runner.program).peak_activations
-            return outcome_of(pipeline, result), peaks
+            outcome = outcome_of(pipeline, result)
+            programs = [pipeline._runner.program]
+            for is_split in (False, True):
+                timeline = taken(pipeline, task, pipeline.profile, microbatches=9, split_backwards=is_split)
+                programs.append(timeline.program)
+            return outcome, [check(program).peak_activations for program in programs]
 
     found = on_ranks(2, case)
 
-    assert [peaks for _, peaks in found] == [[4, 4]] * 2
+    assert [peaks for _, peaks in found] == [[[4, 4]] * 3] * 2
     assert difference([outcome for outcome, _ in found], task.reference(9), **NEARLY) == []
