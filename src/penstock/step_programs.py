@@ -68,7 +68,7 @@ class StepPrograms:
             case Mode.TRAIN:
                 return self._training(key.num_microbatches)
             case Mode.TRAIN_SPLIT:
-                return self._lowered(with_split_backwards(self._schedule(key.num_microbatches)))
+                return self._split(key.num_microbatches)
         # An evaluation may have any number of microbatches, also one for which the family has no schedule.
         most = key.most_microbatches
         if self.training.is_forward_only and most == self.training.num_microbatches:
@@ -100,8 +100,15 @@ class StepPrograms:
             # what one of them takes.
             return self._lowered(in_rounds(self._plan.schedule, number))
 
-    def _schedule(self, number: int) -> Schedule:
-        return self._plan.schedule_of(number) or in_rounds(self._plan.schedule, number)
+    def _split(self, number: int) -> Program:
+        """Return what training runs with every backward in two parts."""
+        schedule = self._plan.schedule_of(number)
+        if schedule is not None:
+            try:
+                return self._lowered(with_split_backwards(schedule))
+            except ScheduleError:  # as in `_training`
+                pass
+        return self._lowered(with_split_backwards(in_rounds(self._plan.schedule, number)))
 
     def _require_schedule(self, number: int) -> Schedule:
         schedule = self._plan.schedule_of(number)
@@ -135,7 +142,8 @@ class StepPrograms:
 class PlanningBeside:
     """Plans programs in a thread, one after another, while steps run.
 
-    A program that cannot be planned, because there is no memory for it, never comes: its number stays in rounds.
+    A program that cannot be planned, because there is no memory for it, never comes: its number stays in rounds. What
+    `numbers` has told stays there until it is asked again, since ranks agree on a program before they run it.
     """
 
     def __init__(self, plan: Callable[[int], Program]) -> None:
@@ -160,8 +168,11 @@ class PlanningBeside:
         threading.Thread(target=self._run, name="penstock planning", daemon=True).start()
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers whose programs are there."""
+        """Return the numbers whose programs are there, and drop the oldest of too many before."""
         with self._lock:
+            for oldest in list(self._programs)[:-MOST_PROGRAMS]:
+                del self._programs[oldest]
+                self._asked.discard(oldest)
             return tuple(self._programs)
 
     def get(self, number: int) -> Program:
@@ -184,6 +195,3 @@ class PlanningBeside:
                 continue
             with self._lock:
                 self._programs[number] = program
-                for oldest in list(self._programs)[:-MOST_PROGRAMS]:
-                    del self._programs[oldest]
-                    self._asked.discard(oldest)

@@ -110,3 +110,23 @@ def test_numbers_are_planned_once_one_after_another_and_the_last_ones_are_kept()
     beside.ask(1)  # it was dropped, and is planned again, in a new thread
     assert eventually(lambda: 1 in beside.numbers())
     assert beside.numbers() == (*range(7, MOST_PROGRAMS + 5), 5, 1)
+
+
+def test_a_number_that_was_told_stays_until_numbers_are_asked_for_again():
+    may_plan = threading.Event()
+    beside = PlanningBeside(lambda number: may_plan.wait(20) and f"program {number}")
+    last = MOST_PROGRAMS + 1
+    may_plan.set()
+    for number in range(1, last):
+        beside.ask(number)
+    assert eventually(lambda: len(beside.numbers()) == MOST_PROGRAMS)
+    may_plan.clear()
+    beside.ask(last)
+    told = beside.numbers()  # ranks agree to run one of these, and meanwhile the thread goes on
+    may_plan.set()
+    planning = [thread for thread in threading.enumerate() if thread.name == "penstock planning"]
+    for thread in planning:
+        thread.join(20)
+
+    assert [beside.get(number) for number in told] == [f"program {number}" for number in range(1, last)]
+    assert len(beside.numbers()) == MOST_PROGRAMS

@@ -250,14 +250,17 @@ class Runner:
     def _begin_messages(self, agreed: AgreedStep, batch: Batch, program: Program, extra: Extra) -> None:
         """Start the messages of a step, whose microbatches are told apart where their layouts are not known yet."""
         kinds: Sequence[str] = ()
-        if agreed.first_microbatch and not self._messenger.layouts.knows(agreed.signature):
+        signature, routes = agreed.signature, program.route_of_microbatch.tolist()
+        if any(routes):  # those of rounds may be others than those of what is planned for a number: other messages
+            signature = f"{signature} by routes {routes}"
+        if agreed.first_microbatch and not self._messenger.layouts.knows(signature):
             kinds = [
                 f"{agreed.first_microbatch} {route} {[(part.size, part.length) for part in slices]}"
-                for route, slices in zip(program.route_of_microbatch.tolist(), batch.slices, strict=True)
+                for route, slices in zip(routes, batch.slices, strict=True)
             ]
         # A recording needs the moments of arrivals, an overlapped pair its inputs before its own streams begin.
         is_ahead = self._may_run_ahead and self.session.options.overlap is None and extra is not Extra.RECORDING
-        self._messenger.begin(agreed.signature, kinds, follows=is_ahead)
+        self._messenger.begin(signature, kinds, follows=is_ahead)
 
     def _make_step(self, agreed: AgreedStep, batch: Batch) -> Step:
         return Step(

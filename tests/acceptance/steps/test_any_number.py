@@ -611,10 +611,13 @@ def test_a_step_takes_a_number_in_place_of_a_size():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe-v"])
-def test_a_large_program_is_planned_beside_the_steps_and_rounds_run_meanwhile(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("1f1b", 9), ("zbv", 9), ("dualpipe-v", 9), ("dualpipe", 10)],  # dualpipe has other routes in rounds
+)
+def test_a_large_program_is_planned_beside_the_steps_and_rounds_run_meanwhile(name, number, monkeypatch):
     monkeypatch.setattr(step_programs, "ROWS_PLANNED_AT_ONCE", 0)
-    task, numbers = task_of(18), [9] * 40
+    task, numbers = task_of(2 * number), [number] * 40
 
     def case(wires):
         outcomes, orders = [], []
@@ -628,14 +631,14 @@ def test_a_large_program_is_planned_beside_the_steps_and_rounds_run_meanwhile(na
 
     by_rank = on_ranks(2, case)
 
-    own = build(name, ranks=2, microbatches=9).digest()
+    own = build(name, ranks=2, microbatches=number).digest()
     for _, orders in by_rank:
         assert orders == by_rank[0][1]  # all ranks change at the same step
         assert orders[0] != own
         assert orders[-1] == own
     for index in (0, -1):
         outcomes = [outcomes[index] for outcomes, _ in by_rank]
-        assert difference(outcomes, task.reference(9), **NEARLY) == []
+        assert difference(outcomes, task.reference(number), **NEARLY) == []
 
 
 def test_a_number_whose_own_schedule_takes_too_much_memory_runs_in_rounds():
@@ -644,10 +647,14 @@ def test_a_number_whose_own_schedule_takes_too_much_memory_runs_in_rounds():
     def case(wires):
         with made(wires, task, "gpipe", memory_limit="4 microbatches") as pipeline:
             result = taken(pipeline, task, pipeline.step, microbatches=9)
-            peaks = check(pipeline._runner.program).peak_activations
-            return outcome_of(pipeline, result), peaks
+            outcome = outcome_of(pipeline, result)
+            programs = [pipeline._runner.program]
+            for is_split in (False, True):
+                timeline = taken(pipeline, task, pipeline.profile, microbatches=9, split_backwards=is_split)
+                programs.append(timeline.program)
+            return outcome, [check(program).peak_activations for program in programs]
 
     found = on_ranks(2, case)
 
-    assert [peaks for _, peaks in found] == [[4, 4]] * 2
+    assert [peaks for _, peaks in found] == [[[4, 4]] * 3] * 2
     assert difference([outcome for outcome, _ in found], task.reference(9), **NEARLY) == []

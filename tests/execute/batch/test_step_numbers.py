@@ -2,21 +2,35 @@
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.errors import ConfigError, EndOfData, PipelineError
 from penstock.execute.batch.step_numbers import MAX_MICROBATCHES, StreamNumbers, required_number, whole_number
 
+NO_NUMBERS = [0, -1, True, 2.0, "2", None, MAX_MICROBATCHES + 1]
+IN_ARRAYS = [np.array([2]), np.array(2.0), torch.tensor([2]), torch.tensor(2.0)]
 
-@pytest.mark.parametrize("value", [0, -1, True, 2.0, "2", None, MAX_MICROBATCHES + 1])
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, *IN_ARRAYS])
 def test_what_is_no_number_of_microbatches_is_refused_with_its_value(value):
     assert whole_number(value) is None
     with pytest.raises(PipelineError, match=r"m is .* expected a whole number from 1 to 1,000,000"):
         required_number(value, "m")
 
 
-def test_numbers_of_numpy_are_numbers():
-    assert required_number(np.int64(3), "m") == 3
-    assert type(whole_number(np.int32(3))) is int
+@pytest.mark.parametrize("value", [np.int64(3), np.int32(3), np.array(3), torch.tensor(3)])
+def test_numbers_of_numpy_and_torch_are_numbers(value):
+    assert required_number(value, "m") == 3
+    assert type(whole_number(value)) is int
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_stream_takes_a_number_for_each_step_from_arrays_and_tensors(make):
+    each, one = StreamNumbers(make([4, 2])), StreamNumbers(make([4]))
+
+    assert [numbers.next(None, is_again=False) for numbers in (each, each, one)] == [4, 2, 4]
+    with pytest.raises(EndOfData):
+        one.next(None, is_again=False)
 
 
 def test_a_stream_has_one_number_for_all_steps_or_one_for_each():
@@ -35,7 +49,7 @@ def test_a_refused_step_leaves_its_number():
     assert [numbers.next(None, is_again=is_again) for is_again in (True, True, False, True)] == [2, 2, 1, 1]
 
 
-@pytest.mark.parametrize("numbers", [0, 2.5, True])
+@pytest.mark.parametrize("numbers", [0, 2.5, True, np.array(2.5), torch.tensor(2.5)])
 def test_a_stream_takes_a_number_or_numbers(numbers):
     with pytest.raises(ConfigError, match="or an iterable of such numbers") as error:
         StreamNumbers(numbers)

@@ -12,10 +12,14 @@ MAX_MICROBATCHES = 1_000_000
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a number of microbatches as an int, also where it is one of numpy's; None for anything else."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    """Return a number of microbatches as an int, also where it is one of numpy's or torch's; None for anything else."""
+    # Arrays and tensors have an `__index__`, too; several numbers, or one in a list, are for a step each.
+    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", False):
         return None
-    number = index(value)
+    try:
+        number = index(value)
+    except TypeError:  # it is a fraction
+        return None
     return number if 1 <= number <= MAX_MICROBATCHES else None
 
 
@@ -37,7 +41,8 @@ class StreamNumbers:
             ConfigError: it is neither.
         """
         one = whole_number(numbers)
-        if numbers is not None and one is None and not isinstance(numbers, Iterable):
+        has_one_value = getattr(numbers, "ndim", None) == 0  # arrays and tensors without dimensions are Iterables, too
+        if numbers is not None and one is None and (has_one_value or not isinstance(numbers, Iterable)):
             raise ConfigError(
                 f"{described(numbers)}; expected a whole number from 1 to {MAX_MICROBATCHES:,}, or an iterable of such "
                 "numbers, one for each step",
