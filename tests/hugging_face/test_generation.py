@@ -325,6 +325,13 @@ def test_models_that_keep_no_cache_of_their_own_are_refused_by_name(name, words)
     assert words in obstacle_to_cache(tiny_further.model_of(name))
 
 
+def test_a_config_whose_layers_have_attributes_of_their_own_is_read_with_a_cache():
+    model = tiny_further.model_of("gemma4", global_head_dim=16).eval()
+    text = expected(model, **NO_END)
+
+    require_equal(generated(ps.from_transformers(model), eos_token_id=()), text)
+
+
 def test_a_model_of_which_layers_keep_nothing_is_refused_by_name():
     model = model_of("llama")
     attention = model.model.layers[1].self_attn
