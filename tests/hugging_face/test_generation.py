@@ -325,6 +325,17 @@ def test_models_that_keep_no_cache_of_their_own_are_refused_by_name(name, words)
     assert words in obstacle_to_cache(tiny_further.model_of(name))
 
 
+def test_a_model_with_a_cache_of_a_class_of_its_own_is_refused_by_name():
+    import transformers
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    with torch.device("meta"):
+        model = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**shape, **heads))
+
+    assert "takes no cache but one of a class of its own" in obstacle_to_cache(model)
+
+
 def test_a_config_whose_layers_have_attributes_of_their_own_is_read_with_a_cache():
     model = tiny_further.model_of("gemma4", global_head_dim=16).eval()
     text = expected(model, **NO_END)

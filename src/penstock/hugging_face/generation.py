@@ -24,7 +24,13 @@ from penstock.execute.transport.calls import collective
 from penstock.hugging_face.cached_rows import CACHED_ROWS, CachedRows
 from penstock.hugging_face.chains import is_decoder
 from penstock.hugging_face.sampling import Sampling, require_number
-from penstock.hugging_face.undocumented_caches import cache_argument, inputs_of_forward, longest_text, rank_cache
+from penstock.hugging_face.undocumented_caches import (
+    cache_argument,
+    inputs_of_forward,
+    longest_text,
+    rank_cache,
+    takes_dynamic_cache,
+)
 from penstock.models.cutting.part import CutPart
 from penstock.pipeline import Pipeline
 
@@ -129,6 +135,8 @@ def obstacle_to_cache(model: Any) -> str:
         return f"{name} has no generate of transformers either; take a model with a head for the next token"
     if not cache_argument(model):
         return f"the forward of {name} takes no cache of transformers; call its own generate"
+    if not takes_dynamic_cache(model):
+        return f"{name} takes no cache but one of a class of its own; call its own generate"
     return ""
 
 
