@@ -317,6 +317,16 @@ def test_settings_by_which_transformers_takes_other_tokens_are_refused_by_name()
         layers.generate(pipeline, PROMPTS, max_new_tokens=NUM_TOKENS)
 
 
+def test_a_temperature_by_which_logits_become_infinite_is_refused():
+    layers = ps.from_transformers(model_of("llama"))
+
+    with (
+        ps.Pipeline(layers, "gpipe", 1, ranks=1) as pipeline,
+        pytest.raises(PenstockError, match="divided by the temperature 1e-300, are too large for float32"),
+    ):
+        layers.generate(pipeline, PROMPTS, max_new_tokens=NUM_TOKENS, temperature=1e-300)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("t5", "has an encoder"), ("bert", "is no causal decoder"), ("llava", "is no causal decoder of text alone")],
