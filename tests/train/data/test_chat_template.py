@@ -266,6 +266,22 @@ def test_a_token_that_the_file_does_not_have_is_refused_by_name(tokenizer, tmp_p
     assert caught.value.key == "data.tokenizer"
 
 
+def test_files_beside_the_tokenizer_that_change_ids_change_its_identity(tokenizer, tmp_path):
+    messages = said("a", "b</s>  c")
+    before = tokenizer(CHATML.plain())
+    file = tmp_path / "model" / "tokenizer_config.json"
+    token = {"content": "</s>", "lstrip": True, "rstrip": True, "normalized": False, "single_word": False}
+    number = before.encode(json.dumps(said("a", "</s>")).encode())[-3] >> 1
+    added = {"added_tokens_decoder": {str(number): token | {"special": True}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | added))
+    after = chat_tokenizer(config_of(str(tmp_path / "model" / "tokenizer.json")), "assistant")
+
+    assert encoded(after, messages) != encoded(before, messages)
+    assert after.identity != before.identity
+    again = chat_tokenizer(config_of(str(tmp_path / "model" / "tokenizer.json")), "assistant")
+    assert again.identity == after.identity
+
+
 def test_the_template_is_beside_the_tokenizer_unless_another_is_named(tokenizer, tmp_path):
     (tmp_path / "other.jinja").write_text(GEMMA.plain())
     other = tokenizer(CHATML.plain(), GEMMA.bos, chat_template=str(tmp_path / "other.jinja"))

@@ -76,9 +76,12 @@ class ChatEncoder:
 
     @cached_property
     def identity(self) -> str:
-        """A text that is equal for two encoders of a tokenizer file only if they give equal ids."""
+        """A text that is equal for two encoders only if they give equal ids."""
         tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        return json.dumps([self.tokenizer.chat_template, tokens], sort_keys=True)
+        # Files beside tokenizer.json may change what is in it, such as the white space that added tokens take.
+        rules = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        settings = [rules, bool(getattr(self.tokenizer, "split_special_tokens", False))]
+        return json.dumps([self.tokenizer.chat_template, tokens, settings], sort_keys=True)
 
     def encode(self, content: bytes) -> NDArray[np.uint32]:
         """Return the marked ids of a conversation. Raises: ConfigError."""
