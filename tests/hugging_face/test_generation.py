@@ -305,16 +305,52 @@ def test_a_wrong_argument_on_one_rank_is_told_to_all():
     assert str(errors[1]).startswith("temperature: -1.0")
 
 
-def test_settings_by_which_transformers_takes_other_tokens_are_refused_by_name():
+@pytest.mark.parametrize(
+    ("name", "value", "options"),
+    [
+        ("repetition_penalty", 1.1, {}),
+        ("encoder_repetition_penalty", 1.5, {}),
+        ("no_repeat_ngram_size", 1, {}),
+        ("min_new_tokens", 1, {}),
+        ("forced_eos_token_id", 1, {}),
+        ("forced_bos_token_id", 0, {}),
+        ("remove_invalid_values", True, {}),
+        ("guidance_scale", 0, {}),
+        ("min_p", 0.1, {"temperature": 1.0}),
+        ("typical_p", 0.5, {"temperature": 1.0}),
+        ("epsilon_cutoff", 0.02, {"temperature": 1.0}),
+    ],
+)
+def test_settings_by_which_transformers_takes_other_tokens_are_refused_by_name(name, value, options):
     model = model_of("llama")
-    model.generation_config.repetition_penalty = 1.1
+    setattr(model.generation_config, name, value)
     layers = ps.from_transformers(model)
 
     with (
         ps.Pipeline(layers, "gpipe", 1, ranks=1) as pipeline,
-        pytest.raises(ConfigError, match=r"^generation_config.repetition_penalty: 1.1"),
+        pytest.raises(ConfigError, match=rf"^generation_config.{name}: {value!r}"),
     ):
-        layers.generate(pipeline, PROMPTS, max_new_tokens=NUM_TOKENS)
+        layers.generate(pipeline, PROMPTS, max_new_tokens=NUM_TOKENS, **options)
+
+
+def test_settings_that_leave_the_tokens_as_they_are_are_taken():
+    model = lively_model()
+    text = expected(model, **NO_END)
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "guidance_scale": 1, "suppress_tokens": []}
+    for name, value in (neutral | {"min_length": 0, "typical_p": 0.5}).items():
+        setattr(model.generation_config, name, value)  # the last one counts where tokens are drawn
+
+    require_equal(generated(ps.from_transformers(model), "1 rank", eos_token_id=()), text)
+
+
+def test_a_temperature_by_which_logits_become_infinite_is_refused():
+    layers = ps.from_transformers(model_of("llama"))
+
+    with (
+        ps.Pipeline(layers, "gpipe", 1, ranks=1) as pipeline,
+        pytest.raises(PenstockError, match="divided by the temperature 1e-300, are too large for float32"),
+    ):
+        layers.generate(pipeline, PROMPTS, max_new_tokens=NUM_TOKENS, temperature=1e-300)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +359,24 @@ def test_settings_by_which_transformers_takes_other_tokens_are_refused_by_name()
 )
 def test_models_that_keep_no_cache_of_their_own_are_refused_by_name(name, words):
     assert words in obstacle_to_cache(tiny_further.model_of(name))
+
+
+def test_a_model_with_a_cache_of_a_class_of_its_own_is_refused_by_name():
+    import transformers
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    with torch.device("meta"):
+        model = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**shape, **heads))
+
+    assert "takes no cache but one of a class of its own" in obstacle_to_cache(model)
+
+
+def test_a_config_whose_layers_have_attributes_of_their_own_is_read_with_a_cache():
+    model = tiny_further.model_of("gemma4", global_head_dim=16).eval()
+    text = expected(model, **NO_END)
+
+    require_equal(generated(ps.from_transformers(model), eos_token_id=()), text)
 
 
 def test_a_model_of_which_layers_keep_nothing_is_refused_by_name():

@@ -23,7 +23,13 @@ from penstock.execute.stages.evaluation import evaluating
 from penstock.execute.transport.calls import collective
 from penstock.hugging_face.cached_rows import CACHED_ROWS, CachedRows
 from penstock.hugging_face.sampling import Sampling, require_number
-from penstock.hugging_face.undocumented_caches import cache_argument, inputs_of_forward, longest_text, rank_cache
+from penstock.hugging_face.undocumented_caches import (
+    cache_argument,
+    inputs_of_forward,
+    longest_text,
+    rank_cache,
+    takes_dynamic_cache,
+)
 from penstock.models.cutting.part import CutPart
 from penstock.pipeline import Pipeline
 
@@ -31,14 +37,23 @@ Choose = Callable[[Tensor], Tensor]
 """Returns a token for each row of logits [rows, vocabulary]."""
 SAME_ON_ALL = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "eos_token_id")
 """The fields of a request that have one value on all ranks of all replicas."""
-UNAPPLIED = (
-    *("num_beams", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "guidance_scale"),
-    *("min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
-    *("suppress_tokens", "begin_suppress_tokens", "watermarking_config", "stop_strings", "remove_invalid_values"),
-)
-"""Settings of a `generation_config` by which transformers takes other tokens."""
-NEUTRAL: tuple[Any, ...] = (None, 0, 1, False, [], {})
-"""Values of these settings by which it takes the same ones."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (None, 1)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_new_tokens"), (None, 0)),
+    "min_length": (None, 0, 1),  # which every prompt has
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings"), (None, [])),
+    "sequence_bias": (None, [], {}),
+    "remove_invalid_values": (None, False),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), (None,)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), (None,)),
+}
+"""Settings of a `generation_config` by which transformers takes other tokens, with the values by which it does not."""
+NEUTRAL_DRAWN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (None, 0)),
+    "typical_p": (None, 1),
+    "top_h": (None,),
+}
+"""The same, of the settings that count where tokens are drawn."""
 MOST_LAYERS = 3
 """Layers that a message about a cache lists."""
 
@@ -128,6 +143,8 @@ def obstacle_to_cache(model: Any) -> str:
         return f"{name} is no decoder of text alone; call its own generate"
     if not cache_argument(model):
         return f"the forward of {name} takes no cache of transformers; call its own generate"
+    if not takes_dynamic_cache(model):
+        return f"{name} takes no cache but one of a class of its own; call its own generate"
     return ""
 
 
@@ -229,15 +246,15 @@ def _checked(model: Any, request: Request, device: torch.device) -> Request:
     obstacle = obstacle_to_cache(model)
     if obstacle:
         raise ConfigError(obstacle, key="model")
-    for name in UNAPPLIED:
+    Sampling(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
+    for name, neutral_values in (NEUTRAL | (NEUTRAL_DRAWN if request.temperature else {})).items():
         value = getattr(model.generation_config, name, None)
-        if value not in NEUTRAL:
+        if value not in neutral_values:
             raise ConfigError(
                 f"{value!r}, by which transformers takes other tokens, is not applied here; set it to None in "
                 "model.whole.generation_config, or call the model's own generate",
                 key=f"generation_config.{name}",
             )
-    Sampling(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p)
     require_number("seed", request.seed, int, 0, 2**63 - 1)
     tokens, ends = _checked_tokens(model, request), _checked_ends(model, request)
     mask = _checked_mask(tokens, request.mask, None if (padding := _padding(model, ends)) in ends else padding)

@@ -148,7 +148,7 @@ class TransformersModel(LayersWithLoss[Layer]):
 
         With a `temperature` of 0 each token is the likeliest one. Otherwise it is drawn with `top_k`, `top_p` and
         `seed`: the tokens are those of transformers with `do_sample=True` after `torch.manual_seed(seed)`. Other
-        settings of `generation_config`, such as penalties, do not count.
+        settings of `generation_config` by which it takes other tokens, such as penalties, are refused.
 
         Raises:
             ConfigError: on every rank: the model cannot be read with a cache, or an argument is wrong.

@@ -36,7 +36,7 @@ class Sampling:
         """Return a token for each row of logits [rows, vocabulary]; `generator` is on their device.
 
         Raises:
-            PenstockError: a logit is not a number.
+            PenstockError: a logit is not a number, or tokens are to be drawn from infinite ones.
         """
         if logits.isnan().any():
             raise PenstockError("the logits are not numbers (NaN), so no token can be taken; look at the weights")
@@ -44,6 +44,11 @@ class Sampling:
         if self.temperature == 0:
             return scores.argmax(-1)
         scores = scores / self.temperature
+        if scores.isnan().any() or scores.isposinf().any():
+            raise PenstockError(
+                f"logits up to {logits.max().item():.3g}, divided by the temperature {self.temperature:g}, are too "
+                "large for float32, so no token can be drawn; temperature=0 takes the likeliest one"
+            )
         if 0 < self.top_k < scores.shape[-1]:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
         if self.top_p < 1:

@@ -132,6 +132,12 @@ def cache_argument(model: Any) -> str:
     return named or (CACHE_ARGUMENTS[0] if takes_any else "")
 
 
+def takes_dynamic_cache(model: Any) -> bool:
+    """Return whether a model of transformers takes a `DynamicCache`, and no cache of a class of its own, as MiniMax."""
+    takes: Any = getattr(model, "_supports_default_dynamic_cache", None)
+    return takes is None or bool(takes())
+
+
 def longest_text(config: Any) -> int:
     """Return how many positions a model has; 0 where its config does not say."""
     return int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)

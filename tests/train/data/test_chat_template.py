@@ -162,6 +162,71 @@ def test_such_a_template_with_tags_is_taken(tokenizer):
     assert found.decode([id for id, mark in zip(ids, mask, strict=True) if mark]) == "abcd"  # as the tags say
 
 
+ONLY_CONTENT = (
+    "<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}" + ONLY_CONTENT + "{% endfor %}",
+        "{% macro turn(m) %}" + ONLY_CONTENT + "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
+        "{% for m in messages %}{% set turn %}" + ONLY_CONTENT + "{% endset %}{{ turn }}{% endfor %}",
+        "{% for m in messages %}\n  "
+        + ONLY_CONTENT.replace("{% gen", "{%- gen").replace("eration %}", "eration -%}")
+        # The rules of white space at tags hold: that on both sides of them is left out.
+        + "\n{% endfor %}",
+    ],
+    ids=["in a loop", "in a macro", "in a set block", "without white space"],
+)
+def test_all_bytes_of_what_is_between_tags_are_learned_wherever_the_tags_are(tokenizer, template):
+    found = tokenizer(template)
+
+    ids, mask = encoded(found, said("what is it?", "\N{SLIGHTLY SMILING FACE}", "", "", "and it?", "it is \u00e9"))
+
+    assert (
+        found.decode([id for id, mark in zip(ids, mask, strict=True) if mark])
+        == "\N{SLIGHTLY SMILING FACE}it is \u00e9"
+    )
+
+
+def test_turns_behind_one_that_begins_with_a_character_without_a_token_are_learned(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["?", "a", "b", "one", "two", "user", "assistant", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    plain.add_special_tokens(words[-2:])
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=plain)
+    saved.chat_template = CHATML.tagged()
+    saved.save_pretrained(tmp_path)
+
+    found = chat_tokenizer(config_of(str(tmp_path / "tokenizer.json")), "assistant")
+    ids, mask = encoded(found, said("a", " one", "b", "two"))
+
+    assert saved.convert_ids_to_tokens([id for id, mark in zip(ids, mask, strict=True) if mark]) == [
+        *("one", "<|im_end|>", "two", "<|im_end|>")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        ("{% for m in messages %}{% set t %}" + ONLY_CONTENT + "{% endset %}{{ t | length }}{% endfor %}", SHORT),
+        ("{% for m in messages %}" + ONLY_CONTENT + "{% endfor %}", said("a", "b \ufdd0")),
+    ],
+    ids=["length of the text", "mark in the text"],
+)
+def test_a_template_that_works_on_what_is_between_its_tags_is_refused(tokenizer, template, messages):
+    found = tokenizer(template)
+
+    with pytest.raises(ConfigError, match=r"its tokens within \{% generation %\} cannot be found") as caught:
+        encoded(found, messages)
+    assert caught.value.key == "data.files"
+
+
 @pytest.mark.parametrize(
     ("style", "messages", "words"),
     [
@@ -199,6 +264,22 @@ def test_a_token_that_the_file_does_not_have_is_refused_by_name(tokenizer, tmp_p
     ) as caught:
         encoded(found, said("a <extra>", "b"))
     assert caught.value.key == "data.tokenizer"
+
+
+def test_files_beside_the_tokenizer_that_change_ids_change_its_identity(tokenizer, tmp_path):
+    messages = said("a", "b</s>  c")
+    before = tokenizer(CHATML.plain())
+    file = tmp_path / "model" / "tokenizer_config.json"
+    token = {"content": "</s>", "lstrip": True, "rstrip": True, "normalized": False, "single_word": False}
+    number = before.encode(json.dumps(said("a", "</s>")).encode())[-3] >> 1
+    added = {"added_tokens_decoder": {str(number): token | {"special": True}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | added))
+    after = chat_tokenizer(config_of(str(tmp_path / "model" / "tokenizer.json")), "assistant")
+
+    assert encoded(after, messages) != encoded(before, messages)
+    assert after.identity != before.identity
+    again = chat_tokenizer(config_of(str(tmp_path / "model" / "tokenizer.json")), "assistant")
+    assert again.identity == after.identity
 
 
 def test_the_template_is_beside_the_tokenizer_unless_another_is_named(tokenizer, tmp_path):

@@ -28,7 +28,7 @@ def map_items(function: Callable[[Any], Any], value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(record, field.name, map_items(function, getattr(value, field.name)))
+            object.__setattr__(record, field.name, map_items(function, object.__getattribute__(value, field.name)))
         return record
     return function(value)
 
@@ -53,7 +53,8 @@ def _collect(value: Any, items: list[Any]) -> None:
             _collect(item, items)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name), items)
+            # Configs of transformers refuse attributes that differ from layer to layer where they are asked for them.
+            _collect(object.__getattribute__(value, field.name), items)
     else:
         items.append(value)
 

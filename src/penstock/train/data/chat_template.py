@@ -5,8 +5,9 @@
     learned                                                                └─────────┘
 
 A turn of the assistant is learned with the token that ends it, so that the trained model ends its turns. A template
-says where these are by `{% generation %}`. Where it does not, the conversation is also rendered up to each turn, with
-the beginning that the template gives to an answer, and up to its end. Both must be beginnings of the whole text.
+says where these are by `{% generation %}`: it is rendered again with marks in the places of these tags. Where it does
+not, the conversation is also rendered up to each turn, with the beginning that the template gives to an answer, and up
+to its end. Both must be beginnings of the whole text.
 """
 
 import hashlib
@@ -34,6 +35,9 @@ TEMPLATE_KEY = "data.chat_template"
 TAG = "{% generation %}"
 """What templates have around the turns of the assistant, if anything."""
 TAG_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TAGS = re.compile(r"\{%(?P<left>-?)\s*(?P<is_end>end)?generation\s*(?P<right>-?)%\}")
+TURN_BEGIN, TURN_END = "\ufdd0", "\ufdd1"
+"""Marks in the places of the tags: code points that Unicode keeps out of texts."""
 PROBE = ({"role": "user", "content": "a"},)
 Message = dict[str, Any]
 
@@ -72,9 +76,12 @@ class ChatEncoder:
 
     @cached_property
     def identity(self) -> str:
-        """A text that is equal for two encoders of a tokenizer file only if they give equal ids."""
+        """A text that is equal for two encoders only if they give equal ids."""
         tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        return json.dumps([self.tokenizer.chat_template, tokens], sort_keys=True)
+        # Files beside tokenizer.json may change what is in it, such as the white space that added tokens take.
+        rules = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        settings = [rules, bool(getattr(self.tokenizer, "split_special_tokens", False))]
+        return json.dumps([self.tokenizer.chat_template, tokens, settings], sort_keys=True)
 
     def encode(self, content: bytes) -> NDArray[np.uint32]:
         """Return the marked ids of a conversation. Raises: ConfigError."""
@@ -98,20 +105,56 @@ class ChatEncoder:
         return TAG_PATTERN.search(self.tokenizer.get_chat_template()) is not None
 
     def _by_tags(self, messages: Sequence[Message]) -> tuple[Sequence[int], NDArray[np.bool_]]:
-        """Return ids, and whether each is within `{% generation %}`."""
-        encoding = self._applied(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return encoding["input_ids"], np.asarray(encoding["assistant_masks"], dtype=bool)
+        """Return ids, and whether each has a character within `{% generation %}`. Raises: ConfigError.
+
+        The masks of transformers are not used. They leave out all but the first token of a turn's last character, all
+        turns behind one that begins with a character without a token, and count from a wrong place within macros.
+        """
+        text = self._rendered(messages)
+        pieces = re.split(f"([{TURN_BEGIN}{TURN_END}])", self._rendered(messages, chat_template=self._marked_template))
+        turns, begins, place = [], list[int](), 0
+        for piece in pieces:
+            if piece == TURN_BEGIN:
+                begins.append(place)
+            elif piece == TURN_END and begins:
+                turns.append((begins.pop(), place))
+            elif not text.startswith(piece, place):
+                break
+            else:
+                place += len(piece)
+        if place != len(text) or begins:
+            raise ConfigError(
+                f"its tokens within {TAG} cannot be found: the chat template works on what is between its tags, or the "
+                f"text has the character {TURN_BEGIN!r} or {TURN_END!r}. Write the tags where the turn goes into the "
+                "text, or leave the conversation out",
+                key=FILES_KEY,
+            )
+        return self._within(text, turns)
+
+    @cached_property
+    def _marked_template(self) -> str:
+        """The template, with marks that it writes where its tags are."""
+
+        # The two blocks keep the rules of white space that hold at a tag, which differ from those at an expression.
+        def marks(tag: re.Match[str]) -> str:
+            block, mark = ("endif", TURN_END) if tag["is_end"] else ("if true", TURN_BEGIN)
+            return f"{{%{tag['left']} {block} %}}{{{{ '{mark}' }}}}{{% {block} {tag['right']}%}}"
+
+        return TAGS.sub(marks, self.tokenizer.get_chat_template())
 
     def _by_prefixes(self, messages: Sequence[Message]) -> tuple[Sequence[int], NDArray[np.bool_]]:
         """Return ids, and whether each is of a turn of the assistant, or has a character of one."""
         text = self._rendered(messages)
+        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        return self._within(text, [self._turn(messages, number, text) for number in numbers])
+
+    def _within(self, text: str, turns: Sequence[tuple[int, int]]) -> tuple[Sequence[int], NDArray[np.bool_]]:
+        """Return the ids of a text, and whether each has a character of one of the turns, from a place to another."""
         ids, offsets = self._ids_and_offsets(text)
         begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
         mask = np.zeros(len(ids), dtype=bool)
-        for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                begin, end = self._turn(messages, number, text)
-                mask |= (begins < end) & (ends > begin)
+        for begin, end in turns:
+            mask |= (begins < end) & (ends > begin)
         return ids, mask
 
     def _turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
