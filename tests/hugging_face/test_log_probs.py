@@ -122,3 +122,19 @@ def test_a_label_of_another_vocabulary_is_refused_on_all_ranks_and_the_next_step
         assert isinstance(error, PipelineError)
         assert "label 64, but the model has a vocabulary of 64; take the tokenizer of the model" in str(error)
         assert loss > 0
+
+
+def test_a_cap_that_its_owner_changes_between_steps_counts_from_the_next_one():
+    model = model_of("gemma2", "eager")
+    tokens, labels, _ = batch_of("plain")
+    layers = ps.from_transformers(model)
+    pipeline = ps.Pipeline(layers, "1f1b", 4, layers.log_probs(sum_of, chunk=5), count=layers.count, ranks=1)
+    for cap in (30.0, 0.05):
+        model.config.final_logit_softcapping = cap
+        loss, gradients = accumulated(copy.deepcopy(model), tokens, labels, {})
+        result = pipeline.step(tokens, target=labels)
+
+        assert result.loss.item() == pytest.approx(loss, rel=1e-6)
+        own = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+        assert furthest(own, gradients, model.all_tied_weights_keys) < 1e-6
+        zero(pipeline)

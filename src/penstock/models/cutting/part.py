@@ -35,6 +35,8 @@ class CutPart(nn.Module):
         self.layer_name = name
         self._forward, self._segment = forward, segment
         self._tails: dict[Any, TailSteps] = {}
+        self._tails_version: object = None
+        """The version of the owner's modules around the points that the tails were noted from."""
         for name, module in modules.items():
             holder, local_name = _branch(self, name)
             holder.add_module(local_name, module)
@@ -57,7 +59,13 @@ class CutPart(nn.Module):
 
     def begin_step(self) -> None:
         """Let the forwards of a step see what the model's owner has changed before it."""
-        self._forward.trials.begin_step(self._segment.start)
+        trials = self._forward.trials
+        trials.begin_step(self._segment.start)
+        # Steps of a tail hold numbers of the owner, such as that of a cap. They are given up here and not where they
+        # run: a backward may run them again on a thread of its own, which has other trials.
+        if trials.owner_version is not self._tails_version:
+            self._tails_version = trials.owner_version
+            self._tails.clear()
 
     def end_step(self) -> None:
         """Let forwards that follow see what the model's owner has changed before each of them."""
