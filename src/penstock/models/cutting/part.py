@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,10 +91,14 @@ class CutPart(nn.Module):
         if key not in self._tails:
             tensors = {name: tensor_of(self, name) for name in segment.tensors}
 
-            def run(noted_modules: Mapping[str, nn.Module], positions: Tensor) -> Any:
-                return self._forward.run(segment, noted_modules, tensors, PartCall((positions,), {}, False), {})
+            def run(noted_modules: Mapping[str, nn.Module], positions: Tensor, **keywords: Tensor) -> Any:
+                part_call = PartCall((positions,), keywords, is_first=False, is_training=self.training)
+                return self._forward.run(segment, noted_modules, tensors, part_call, {})
 
-            self._tails[key] = tail_steps(run, modules, example_of(hidden))
+            example = example_of(hidden)
+            entry: Any = self._forward.entry
+            run_with_batch = partial(run, **entry.example_keywords(example))
+            self._tails[key] = tail_steps(run, run_with_batch, modules, example)
         return self._tails[key].run(modules, hidden)
 
     @property
