@@ -114,6 +114,15 @@ def _require_fitting(output: Any, labels: Any) -> None:
             f"hidden states of shape {tuple(output.hidden.shape)} need labels of shape "
             f"{tuple(output.hidden.shape[:-1])}, one for each position, but they have {shape}"
         )
+    _require_int64(labels)
+
+
+def _require_int64(labels: Tensor) -> None:
+    """Refuse labels of another type, some of which hold no -100. Raises: PenstockError."""
+    if labels.dtype != torch.int64:
+        raise PenstockError(
+            f"labels are of {labels.dtype}; expected torch.int64, which holds -100 too: pass labels.long()"
+        )
 
 
 def _require_in_vocabulary(labels: Tensor, size: int) -> None:
@@ -127,7 +136,11 @@ def _require_in_vocabulary(labels: Tensor, size: int) -> None:
 
 
 def next_labels(labels: Tensor) -> Tensor:
-    """Return, at each position of rows [..., length], the label of the next one; -100 at the last."""
+    """Return, at each position of rows [..., length], the label of the next one; -100 at the last.
+
+    Raises: PenstockError, if they are not of int64.
+    """
+    _require_int64(labels)
     return functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
