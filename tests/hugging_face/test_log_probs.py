@@ -7,10 +7,26 @@ import torch
 
 import penstock as ps
 from penstock.errors import ConfigError, PipelineError
-from tests.hugging_face.families import FAMILIES, accumulated, batch_of, furthest, model_of
+from tests.hugging_face.families import FAMILIES, accumulated, batch_of, config_of, furthest, model_of
 from tests.support.local_pipelines import error_of, on_ranks, zero
 
 pytest.importorskip("transformers")
+
+
+def model_ending_by(end):
+    """Return a Llama whose logits are `end(model, hidden, mask)`."""
+    import transformers
+
+    class Ended(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, use_cache=None):
+            output = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+            logits = end(self, output.last_hidden_state, attention_mask)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
+
+    torch.manual_seed(0)
+    model = Ended(config_of("llama"))
+    model.loss_type = "ForCausalLM"
+    return model.train()
 
 
 def sum_of(log_probs, target):
@@ -122,3 +138,55 @@ def test_a_label_of_another_vocabulary_is_refused_on_all_ranks_and_the_next_step
         assert isinstance(error, PipelineError)
         assert "label 64, but the model has a vocabulary of 64; take the tokenizer of the model" in str(error)
         assert loss > 0
+
+
+def test_a_cap_that_its_owner_changes_between_steps_counts_from_the_next_one():
+    model = model_of("gemma2", "eager")
+    tokens, labels, _ = batch_of("plain")
+    layers = ps.from_transformers(model)
+    pipeline = ps.Pipeline(layers, "1f1b", 4, layers.log_probs(sum_of, chunk=5), count=layers.count, ranks=1)
+    for cap in (30.0, 0.05):
+        model.config.final_logit_softcapping = cap
+        loss, gradients = accumulated(copy.deepcopy(model), tokens, labels, {})
+        result = pipeline.step(tokens, target=labels)
+
+        assert result.loss.item() == pytest.approx(loss, rel=1e-6)
+        own = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+        assert furthest(own, gradients, model.all_tied_weights_keys) < 1e-6
+        zero(pipeline)
+
+
+def test_an_end_that_is_another_one_in_training_is_that_of_the_step():
+    model = model_ending_by(lambda model, hidden, mask: model.lm_head(hidden) * (3 if model.training else 1))
+    tokens, labels, _ = batch_of("plain")
+    layers = ps.from_transformers(model)
+    pipelines = [
+        ps.Pipeline(layers, "1f1b", 4, loss, count=layers.count, ranks=1)
+        for loss in (layers.loss, layers.log_probs(sum_of, chunk=5))
+    ]
+
+    wanted, found = ([call(tokens, target=labels).loss for call in (own.step, own.evaluate)] for own in pipelines)
+
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda model, hidden, mask: model.lm_head(hidden - hidden.mean(1, keepdim=True) / 2), "depends on other ones"),
+        (
+            lambda model, hidden, mask: model.lm_head(hidden if mask is None else hidden * mask[..., None]),
+            "with a tensor of shape (1, 3, 1)",
+        ),
+    ],
+    ids=["positions", "mask"],
+)
+def test_an_end_that_needs_more_than_a_position_is_refused_with_chunks_of_any_size(end, told):
+    layers = ps.from_transformers(model_ending_by(end))
+    tokens, labels, keywords = batch_of("padded")
+    pipeline = ps.Pipeline(layers, "1f1b", 4, layers.log_probs(sum_of), count=layers.count, ranks=1)
+
+    error = error_of(pipeline.step, tokens, target=labels, **keywords)
+
+    assert isinstance(error, PipelineError)
+    assert told in str(error)

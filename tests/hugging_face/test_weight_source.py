@@ -181,6 +181,40 @@ def test_replicas_are_told_that_an_owner_has_left_its_loop_and_the_next_update_i
     assert all(torch.equal(brought[name], tensor) for name, tensor in expected.items())
 
 
+def test_a_loop_within_another_one_is_refused_and_replicas_are_told(tmp_path):
+    layers, _ = saved("llama", tmp_path)
+
+    def case(places):
+        with ps.Pipeline(layers, "1f1b", 4, mesh=places, **SHARDED) as pipeline:
+            source, other = (layers.weight_source(pipeline) for _ in range(2))
+            error = error_of(lambda: list(zip(source, other, strict=False)))
+            return error, len(list(source))
+
+    found = on_mesh(2, 2, case)
+
+    for (error, _), told in zip(
+        found, ["begins before an earlier one has ended"] * 2 + ["has left it at"] * 2, strict=True
+    ):
+        assert isinstance(error, PipelineError)
+        assert told in str(error)
+    assert [number > 0 for _, number in found] == [True, True, False, False]
+
+
+def test_replicas_that_have_come_to_different_tensors_are_refused(tmp_path):
+    layers, _ = saved("llama", tmp_path)
+
+    def case(places):
+        with ps.Pipeline(layers, "1f1b", 4, mesh=places, **SHARDED) as pipeline:
+            source = layers.weight_source(pipeline)
+            if pipeline.replica:
+                source._units = source._units[1:]
+            return error_of(list, source)
+
+    for error in on_mesh(1, 2, case):
+        assert isinstance(error, PipelineError)
+        assert "end one loop before the next one begins, on every rank" in str(error)
+
+
 def test_a_replica_that_is_lost_ends_the_loop_of_its_owner(tmp_path):
     layers, _ = saved("llama", tmp_path)
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.hugging_face.cached_rows import CACHED_ROWS, with_cache
@@ -32,6 +32,12 @@ class DecoderEntry:
         names = (TOKENS, *DECODER_KEYWORDS)
         self.batch_signature = BatchSignature(model, names, first=(TOKENS,), of_entry=(CACHED_ROWS,))
         self._settings = forward_settings(model)
+
+    def example_keywords(self, hidden: Tensor) -> dict[str, Tensor]:
+        """Return keywords of a batch for a hidden state [1, positions, width], whose first position is padding."""
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        values = {"attention_mask": positions.clamp(max=1), "position_ids": positions}
+        return {name: value for name, value in values.items() if name in self.batch_signature.parameters}
 
     def call(self, model: nn.Module, part_call: PartCall) -> Any:
         if part_call.is_first:

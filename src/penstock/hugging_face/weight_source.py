@@ -9,14 +9,15 @@ send one after another, in any order. That is vLLM's protocol for several source
 `update_weights` per owner within one start and finish.
 
 Guarantees: beside the weights, a rank holds the tensors of one unit (`ConversionUnit`); replicas gather the units in
-one order; where an owner leaves its loop early, its replicas are told. Relies on: weights stay as they are meanwhile.
+one order, and say which one comes; where an owner leaves its loop early, its replicas are told. Relies on: weights stay
+as they are meanwhile.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ from penstock.hugging_face.pretrained_out import PretrainedFormat
 from penstock.models.cutting.points import saved_tensors
 from penstock.pipeline import Pipeline
 
+_LOOPED: WeakSet[Pipeline] = WeakSet()
+"""The pipelines whose shards a loop gathers that has not ended."""
 LOOP = "the loop over a weight_source"
 """The call that ranks are in while they gather shards, as messages name it."""
 
@@ -90,13 +93,36 @@ class WeightSource:
         """
         weights = self._current_weights()
         gathers = any(weights[name].rows is not None for unit in self._units for name in unit["names"])
-        for unit in self._units:
-            if gathers:
-                _agree_to_go_on(self._pipeline.control, unit)
-            tensors = self._whole_tensors(unit, weights)
-            if self._places.replica == 0:
-                with self._telling_replicas(unit) if gathers else nullcontext():
-                    yield from self._converted(unit, tensors)
+        with self._as_only_loop() if gathers else nullcontext():
+            for unit in self._units:
+                yield from self._brought(unit, weights, gathers=gathers)
+
+    def _brought(
+        self, unit: ConversionUnit, weights: Mapping[str, LocalTensor], *, gathers: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a unit on its owner; send this replica's rows on other replicas."""
+        if gathers:
+            _agree_to_go_on(self._pipeline.control, unit)
+        tensors = self._whole_tensors(unit, weights)
+        if self._places.replica == 0:
+            with self._telling_replicas(unit) if gathers else nullcontext():
+                yield from self._converted(unit, tensors)
+
+    @contextmanager
+    def _as_only_loop(self) -> Iterator[None]:
+        """Refuse a loop within another one: on other replicas, which bring nothing, loops follow one another."""
+        if self._pipeline in _LOOPED:
+            raise PipelineError(
+                f"{self._places.name}: a loop over a weight_source begins before an earlier one has ended, as by zip() "
+                "of two, or by next() of one. Replicas send their rows for one loop after another; end or close() the "
+                "earlier one first",
+                rank=self.rank,
+            )
+        _LOOPED.add(self._pipeline)
+        try:
+            yield
+        finally:
+            _LOOPED.discard(self._pipeline)
 
     def _current_weights(self) -> dict[str, LocalTensor]:
         """Return this rank's weights as they lie now. Raises: PipelineError, if they are others than at first."""
@@ -143,7 +169,8 @@ class WeightSource:
         except BaseException:
             # What is wrong with the replicas is found by the next call; the error at hand says more.
             with suppress(PenstockError):
-                _exchange_states(self._pipeline.control, f"{self._places.name} has left it at {unit['names'][0]!r}")
+                name = unit["names"][0]
+                _exchange_states(self._pipeline.control, name, f"{self._places.name} has left it at {name!r}")
             raise
 
 
@@ -179,22 +206,40 @@ def _types_by_name(pipeline: Pipeline) -> Mapping[str, DtypeAndShape]:
 
 
 def _agree_to_go_on(control: Control, unit: ConversionUnit) -> None:
-    """Begin to gather a unit, together with the replicas. Raises: PipelineError, where the owner has left its loop."""
-    (reason, *_) = _exchange_states(control, "")
+    """Begin to gather a unit, together with the replicas.
+
+    Raises:
+        PipelineError: the owner has left its loop, or a replica has come to another unit.
+    """
+    name = unit["names"][0]
+    states = _exchange_states(control, name)
+    here = control.names[control.rank]
+    _, reason = states[0]
     if reason:
         raise PipelineError(
-            f"{control.names[control.rank]}: {LOOP} waits for {unit['names'][0]!r}, but {reason}, so that receivers "
-            "hold weights of two steps. Let every rank loop over the source again, to its end",
+            f"{here}: {LOOP} waits for {name!r}, but {reason}, so that receivers hold weights of two steps. Let every "
+            "rank loop over the source again, to its end",
             rank=control.names.numbers[control.places.across[0]],
+        )
+    other = next((index for index, (other_name, _) in enumerate(states) if other_name != name), None)
+    if other is not None:
+        rank = control.places.across[other]
+        raise PipelineError(
+            f"{here}: {LOOP} has come to {name!r}, but {control.names[rank]} to {states[other][0]!r}. Replicas send "
+            "their rows in one order: end one loop before the next one begins, on every rank",
+            rank=control.names.numbers[rank],
         )
 
 
-def _exchange_states(control: Control, state: str) -> list[Any]:
-    """Return the states of the ranks that hold the same stages, one per replica; empty for one that goes on.
+def _exchange_states(control: Control, name: str, reason: str = "") -> list[tuple[str, str]]:
+    """Return where the ranks that hold the same stages are in their loops, one per replica, as they say it.
+
+    `name` is the first one of the unit that comes; `reason` says why this rank has left its loop, if it has.
 
     A replica waits for the owner as long as its receivers may take, and the owner for replicas within the deadline.
     """
     places: Places = control.places
     limit_s = control.limit_s if places.replica == 0 else STALLED_AFTER_S
     with control.calls.entering(LOOP, pipeline=control.pipeline_number):
-        return Control(places.pipeline, limit_s=limit_s, places=places).across(state)
+        states = Control(places.pipeline, limit_s=limit_s, places=places).across([name, reason])
+    return [(state_name, state_reason) for state_name, state_reason in states]

@@ -116,7 +116,11 @@ def test_a_loss_of_log_probs_gets_those_of_next_tokens_and_the_target_as_it_is()
     [
         (torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64), "got a Tensor as the output of the model"),
         (TailedOutput(("two",), None), torch.zeros(2, 3, dtype=torch.int64), "the last layer gets a tuple and not"),
-        (TailedOutput(torch.zeros(2, 3, 4), None), torch.zeros(2, 4), r"need labels of shape (2, 3), one for each"),
+        (
+            TailedOutput(torch.zeros(2, 3, 4), None),
+            torch.ones(2, 4).long(),
+            "need labels of shape (2, 3), one for each",
+        ),
         (TailedOutput(torch.zeros(2, 3, 4), None), (1, 2), "the target is a tuple without a tensor of labels; pass"),
         (TailedOutput(torch.zeros(2, 3, 4), None), {"tokens": 1}, "or a dict that has them under 'labels'"),
     ],
@@ -127,6 +131,15 @@ def test_what_no_loss_can_be_made_of_is_refused(output, target, told):
 
     assert isinstance(error, PenstockError)
     assert told in str(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32])
+def test_labels_of_another_type_are_refused(dtype):
+    output = TailedOutput(torch.zeros(2, 3, 4), torch.nn.Linear(4, 200))
+    error = error_of(ps.losses.chunked_cross_entropy, output, torch.ones(2, 3, dtype=dtype), shift=True)
+
+    assert isinstance(error, PenstockError)
+    assert f"labels are of {dtype}; expected torch.int64" in str(error)
 
 
 def test_a_label_that_the_vocabulary_does_not_have_is_refused_with_both():

@@ -16,8 +16,17 @@ MODULES = {"head": nn.Linear(4, 6)}
 HIDDEN = values(1, 1, NUM_PROBED, 4)
 
 
-def steps_of(forward, modules=MODULES):
-    return tail_steps(lambda modules, hidden: forward(modules["head"], hidden), modules, HIDDEN)
+def steps_of(forward, forward_with_batch=None):
+    runs = [
+        lambda modules, hidden, function=function: function(modules["head"], hidden)
+        for function in (forward, forward_with_batch or forward)
+    ]
+    return tail_steps(*runs, MODULES, HIDDEN)
+
+
+def within(mode, head, hidden):
+    with mode:
+        return head(hidden) * 2
 
 
 @pytest.mark.parametrize(
@@ -76,21 +85,44 @@ def test_steps_lead_gradients_to_the_modules_that_they_are_given_and_copies_of_a
 @pytest.mark.parametrize(
     ("forward", "told"),
     [
-        (lambda head, hidden: head(hidden).cumsum(1), "depends on other positions, or on random numbers"),
-        (lambda head, hidden: nn.functional.dropout(head(hidden), 0.5), "depends on other positions, or on random"),
+        (lambda head, hidden: head(hidden).cumsum(1), "depends on other ones, on other rows, or on random numbers"),
+        (lambda head, hidden: head(hidden - hidden.mean(0, keepdim=True)), "depends on other ones, on other rows"),
+        (lambda head, hidden: nn.functional.dropout(head(hidden), 0.5), "other rows, or on random numbers"),
+        (lambda head, hidden: nn.functional.dropout(head(hidden), 1e-9), "it draws random numbers by "),
+        (lambda head, hidden: within(torch.no_grad(), head, hidden), "within torch.no_grad() or torch.autocast()"),
+        (lambda head, hidden: within(torch.autocast("cpu"), head, hidden), "within torch.no_grad() or torch.autocast"),
         (lambda head, hidden: head(hidden) * (hidden.shape[1] * 2), "something else for another number of positions"),
         (lambda head, hidden: head(hidden) if hidden.sum() > 0 else hidden, "decides by values (__bool__)"),
         (lambda head, hidden: head(hidden) @ head.module.weight, "tensor of shape (6, 4) outside of its submodules"),
         (lambda head, hidden: (head(hidden), hidden), "more than one tensor"),
         (lambda head, hidden: torch.zeros(1, 3, 6), "more than one tensor"),
     ],
-    ids=["sums", "draws", "length", "values", "a weight", "two outputs", "no output"],
+    ids=[
+        "sums",
+        "rows",
+        "draws",
+        "few draws",
+        "no gradients",
+        "autocast",
+        "length",
+        "values",
+        "a weight",
+        "two outputs",
+        "no output",
+    ],
 )
 def test_what_is_no_tail_is_refused(forward, told):
     error = error_of(steps_of, forward)
 
     assert isinstance(error, PenstockError)
     assert told in str(error)
+    assert "the end of the model cannot be applied to some positions at a time" in str(error)
+
+
+def test_an_end_that_does_something_else_with_a_batch_is_refused():
+    error = error_of(steps_of, lambda head, hidden: head(hidden), lambda head, hidden: head(hidden) * 2)
+
+    assert "it computes with the mask or the positions of the batch" in str(error)
 
 
 def test_an_example_has_its_positions_also_where_there_are_fewer():

@@ -27,6 +27,8 @@ Chunk = int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 LEAST_AUTO = 256
 """Positions of a chunk below which matrix products get slower."""
+NUM_EXAMPLES = 3
+"""Positions of the example by which a tail is tried."""
 LABELS = "labels"
 """The key of the labels in a target that has more than these."""
 
@@ -50,7 +52,8 @@ def label_log_probs(output: Any, labels: Tensor, *, chunk: Chunk = AUTO) -> Tens
     _require_fitting(output, labels)
     hidden, positions = as_positions(output.hidden), labels.reshape(1, -1)
     num_positions = positions.shape[1]
-    size = _auto_size(output, labels) if chunk == AUTO else chunk
+    example_logits = _example_logits(output.tail, hidden)
+    size = _auto_size(output.hidden, example_logits) if chunk == AUTO else chunk
     num_chunks = max(-(-num_positions // size), 1)
     # Chunks of nearly one size: a last one of few positions would take other kernels, and give other bits.
     sizes = [(num_positions + index) // num_chunks for index in reversed(range(num_chunks))]
@@ -75,12 +78,22 @@ def _log_probs(tail: Tail, products: HeadProducts, hidden: Tensor, labels: Tenso
     return -functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
 
 
-def _auto_size(output: TailedOutput, labels: Tensor) -> int:
+@torch.no_grad()
+def _example_logits(tail: Tail, hidden: Tensor) -> Tensor:
+    """Return the outputs of a few positions of hidden states [1, positions, width], far from each other.
+
+    A tail that must be tried first, as that of a cut model, is tried here: within the chunks, checkpoints and sums of
+    gradients count what runs. It is given a copy, which it may change.
+    """
+    distance = max(hidden.shape[1] // NUM_EXAMPLES, 1)
+    logits: Tensor = tail(hidden[:, ::distance][:, :NUM_EXAMPLES].clone())
+    return logits
+
+
+def _auto_size(hidden: Tensor, logits: Tensor) -> int:
     """Return the positions whose logits take up as much memory as all hidden states, at least `LEAST_AUTO`."""
-    with torch.no_grad():
-        logits = output.tail(as_positions(output.hidden)[:, :1])
     num_bytes: int = logits.shape[-1] * max(logits.element_size(), torch.float32.itemsize)
-    return max(output.hidden.nbytes // num_bytes, LEAST_AUTO)
+    return max(hidden.nbytes // num_bytes, LEAST_AUTO)
 
 
 def _require_fitting(output: Any, labels: Any) -> None:
@@ -101,6 +114,15 @@ def _require_fitting(output: Any, labels: Any) -> None:
             f"hidden states of shape {tuple(output.hidden.shape)} need labels of shape "
             f"{tuple(output.hidden.shape[:-1])}, one for each position, but they have {shape}"
         )
+    _require_int64(labels)
+
+
+def _require_int64(labels: Tensor) -> None:
+    """Refuse labels of another type, some of which hold no -100. Raises: PenstockError."""
+    if labels.dtype != torch.int64:
+        raise PenstockError(
+            f"labels are of {labels.dtype}; expected torch.int64, which holds -100 too: pass labels.long()"
+        )
 
 
 def _require_in_vocabulary(labels: Tensor, size: int) -> None:
@@ -114,7 +136,11 @@ def _require_in_vocabulary(labels: Tensor, size: int) -> None:
 
 
 def next_labels(labels: Tensor) -> Tensor:
-    """Return, at each position of rows [..., length], the label of the next one; -100 at the last."""
+    """Return, at each position of rows [..., length], the label of the next one; -100 at the last.
+
+    Raises: PenstockError, if they are not of int64.
+    """
+    _require_int64(labels)
     return functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ class CutPart(nn.Module):
         self.layer_name = name
         self._forward, self._segment = forward, segment
         self._tails: dict[Any, TailSteps] = {}
+        self._tails_version: object = None
+        """The version of the owner's modules around the points that the tails were noted from."""
         for name, module in modules.items():
             holder, local_name = _branch(self, name)
             holder.add_module(local_name, module)
@@ -59,7 +62,13 @@ class CutPart(nn.Module):
 
     def begin_step(self) -> None:
         """Let the forwards of a step see what the model's owner has changed before it."""
-        self._forward.trials.begin_step(self._segment.start)
+        trials = self._forward.trials
+        trials.begin_step(self._segment.start)
+        # Steps of a tail hold numbers of the owner, such as that of a cap. They are given up here and not where they
+        # run: a backward may run them again on a thread of its own, which has other trials.
+        if trials.owner_version is not self._tails_version:
+            self._tails_version = trials.owner_version
+            self._tails.clear()
 
     def end_step(self) -> None:
         """Let forwards that follow see what the model's owner has changed before each of them."""
@@ -84,10 +93,14 @@ class CutPart(nn.Module):
         if key not in self._tails:
             tensors = {name: tensor_of(self, name) for name in segment.tensors}
 
-            def run(noted_modules: Mapping[str, nn.Module], positions: Tensor) -> Any:
-                return self._forward.run(segment, noted_modules, tensors, PartCall((positions,), {}, False), {})
+            def run(noted_modules: Mapping[str, nn.Module], positions: Tensor, **keywords: Tensor) -> Any:
+                part_call = PartCall((positions,), keywords, is_first=False, is_training=self.training)
+                return self._forward.run(segment, noted_modules, tensors, part_call, {})
 
-            self._tails[key] = tail_steps(run, modules, example_of(hidden))
+            example = example_of(hidden)
+            entry: Any = self._forward.entry
+            run_with_batch = partial(run, **entry.example_keywords(example))
+            self._tails[key] = tail_steps(run, run_with_batch, modules, example)
         return self._tails[key].run(modules, hidden)
 
     @property

@@ -6,7 +6,8 @@
 A loss with a large vocabulary applies the end of a model to some positions at a time. To run the model's own forward
 for each of them, past stand-ins for all other blocks, takes milliseconds; so it runs once for a few positions, and what
 it does with the hidden state is noted: calls of submodules as a whole, and functions of torch between them. Two runs
-of other lengths must do the same, but for numbers that are the length itself.
+of other lengths must do the same, but for numbers that are the length itself; and so must one with the mask and the
+positions of a batch, which a loss does not have.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PenstockError
+from penstock.models.cutting.draws import UnknownDraws
 from penstock.models.cutting.trees import items_in, map_items, tensors_in
+from penstock.models.cutting.trial import modes_of
 
 NUM_PROBED = 3
 """Positions of the longer one of two runs."""
@@ -96,6 +100,7 @@ class _Recorder(TorchFunctionMode):
         self._values = [hidden]  # kept, so that no other tensor gets an id of theirs
         self._index_by_id = {id(hidden): 0}
         self._is_within_module = False
+        self._modes = modes_of(hidden.device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -132,6 +137,8 @@ class _Recorder(TorchFunctionMode):
 
     def _note(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         outputs = tensors_in(result)
+        if modes_of(self._values[0].device) != self._modes:
+            raise PenstockError("it computes within torch.no_grad() or torch.autocast(), which its calls do not say")
         plain_args = tuple(tuple(item) if isinstance(item, torch.Size) else item for item in args)
         step = Step(function, map_items(self._reference, plain_args), map_items(self._reference, kwargs), len(outputs))
         self.steps.append(step)
@@ -175,37 +182,67 @@ def example_of(hidden: Tensor) -> Tensor:
     return hidden.repeat(1, NUM_PROBED, 1)[:, :NUM_PROBED] if hidden.shape[1] < NUM_PROBED else hidden[:, :NUM_PROBED]
 
 
-@torch.no_grad()
-def tail_steps(run: RunForward, modules: Mapping[str, nn.Module], hidden: Tensor) -> TailSteps:
+def tail_steps(
+    run: RunForward, run_with_batch: RunForward, modules: Mapping[str, nn.Module], hidden: Tensor
+) -> TailSteps:
     """Return what `run` does from a hidden state [1, positions, width] to its output.
 
-    `hidden` is an example with `NUM_PROBED` positions.
+    `hidden` is an example with `NUM_PROBED` positions. `run_with_batch` is `run` with the keywords of a batch, which
+    the end of a model must not use: a loss does not have them.
 
     Raises:
-        PenstockError: it does something else for another number of positions, or more than follow one another's calls;
-            or an output depends on other positions, or on random numbers.
+        PenstockError: the model does not make its outputs position by position, of the hidden state alone.
     """
-    longer, expected = _record(run, modules, hidden)
-    shorter, _ = _record(run, modules, hidden[:, :-1])
-    steps = _for_any_length(longer, shorter)
-    together = steps.run(modules, hidden)
-    apart = torch.cat([steps.run(modules, part) for part in torch.split(hidden, [1, NUM_PROBED - 1], dim=1)], dim=1)
+    try:
+        return _tail_steps(run, run_with_batch, modules, hidden)
+    except PenstockError as error:
+        raise PenstockError(
+            f"the end of the model cannot be applied to some positions at a time: {error}. Take a loss of the outputs, "
+            "such as the model's own"
+        ) from error
+
+
+def _tail_steps(
+    run: RunForward, run_with_batch: RunForward, modules: Mapping[str, nn.Module], hidden: Tensor
+) -> TailSteps:
+    # Gradients are on, so that a part of the forward which switches them off shows. The checkpoint around the chunk, if
+    # any, must not count what is saved here: its second run has the steps.
+    with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+        longer, expected = _record(run, modules, hidden)
+        shorter, _ = _record(run, modules, hidden[:, :-1])
+        steps = _for_any_length(longer, shorter)
+        if not _is_same(longer, _record(run_with_batch, modules, hidden)[0]):
+            raise PenstockError("it computes with the mask or the positions of the batch")
+    with torch.no_grad(), UnknownDraws() as draws:
+        together = steps.run(modules, hidden.clone())
+        parts = torch.split(hidden.clone(), [1, NUM_PROBED - 1], dim=1)
+        apart = torch.cat([steps.run(modules, part) for part in parts], dim=1)
+        as_rows = run(modules, hidden.clone().transpose(0, 1)).transpose(0, 1)
     scale = expected.abs().max()
-    for result in (together, apart):
+    for result in (together, apart, as_rows):
         if result.shape != expected.shape or bool((result - expected).abs().max() > TOLERANCE * scale):
-            raise PenstockError("what it makes of a position depends on other positions, or on random numbers")
+            raise PenstockError(
+                "what it makes of a position depends on other ones, on other rows, or on random numbers"
+            )
+    if draws.name:
+        raise PenstockError(f"it draws random numbers by {draws.name}")
     return steps
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _record(run: RunForward, modules: Mapping[str, nn.Module], hidden: Tensor) -> tuple[TailSteps, Tensor]:
     """Run the forward once; return its steps, and its output."""
+    hidden = hidden.clone()  # the forward may change it in place
     recorder = _Recorder(hidden)
     noted = {name: _NotedModule(name, module, recorder) for name, module in modules.items()}
     for name, module in modules.items():
         noted[name].training = module.training
     with recorder:
         output = run(noted, hidden)
-    return TailSteps(tuple(recorder.steps), recorder.index_of(output)), output
+    return TailSteps(tuple(recorder.steps), recorder.index_of(output)), output.detach()
 
 
 def _for_any_length(longer: TailSteps, shorter: TailSteps) -> TailSteps:
@@ -227,6 +264,12 @@ def _for_any_length(longer: TailSteps, shorter: TailSteps) -> TailSteps:
     if longer.output != shorter.output or next(items, None) is not None:
         raise PenstockError("it does something else for another number of positions")
     return TailSteps(steps, longer.output)
+
+
+def _is_same(steps: TailSteps, others: TailSteps) -> bool:
+    items, other_items = list(items_in(steps.steps)), list(items_in(others.steps))
+    has_equal_items = len(items) == len(other_items) and all(map(_is_equal, items, other_items))
+    return has_equal_items and steps.output == others.output
 
 
 def _is_equal(item: Any, other: Any) -> bool:

@@ -57,6 +57,8 @@ class Trials:
         self._outside_state: dict[str, Any] = {}
         self._is_in_step = False
         """Whether a step has begun, before which the owner's modules were looked at."""
+        self.owner_version = object()
+        """Another object as soon as something around the points is found changed by the owner."""
 
     def begin_step(self, start: str | None) -> None:
         """Follow what the owner has changed, once for all forwards of a step; the part that asks begins at `start`.
@@ -142,6 +144,7 @@ class Trials:
             return
         self._source_state, self._outside_state = source_state, outside_state
         self._source_tensors = {name: tensor.detach().clone() for name, tensor in template.tensors_around().items()}
+        self.owner_version = object()
         self._frames.clear()
         self._known_routes.clear()
         self._left_state.clear()
