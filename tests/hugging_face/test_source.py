@@ -168,3 +168,29 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="transformers cannot load the model"):
         sources.with_values(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_what_transformers_loads_in_float32_is_so_in_every_type_and_trains(tmp_path, dtype):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
+    experts = {
+        "num_attention_heads": 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4}
+    further = {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    config = transformers.DeepseekV3Config(**sizes, **experts, **ranks, **further)
+    transformers.AutoModelForCausalLM.from_config(config).to(dtype or torch.bfloat16).save_pretrained(tmp_path)
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype or "auto")
+    model = ps.from_transformers(tmp_path, dtype=dtype)
+    pipeline = ps.Pipeline(model, "1f1b", 2, ranks=1)
+
+    types = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert torch.float32 in types.values()
+    assert {name: tensor.dtype for name, tensor in pipeline.state_dict().items()} == types
+    tokens = torch.randint(3, 32, (4, 6))
+    assert torch.isfinite(pipeline.step(tokens, target=tokens).loss)

@@ -15,6 +15,7 @@ from penstock.hugging_face.undocumented import (
     device_map_of,
     dtype_of_config,
     is_quantized,
+    keep_in_float32,
     made_of_config,
     parameters_on_meta,
     state_names_of_class,
@@ -126,6 +127,8 @@ def on_meta(
             settings["attn_implementation"] = attn_implementation
         with parameters_on_meta():
             model = made_of_config(library, config, **settings)
+        if folder is not None:
+            keep_in_float32(model)
         if folder is not None:
             model.name_or_path = str(source)  # as a hub calls it, which adapters say, and not its place in the cache
         if folder is not None and (folder / GENERATION_CONFIG).is_file():

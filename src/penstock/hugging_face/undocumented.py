@@ -192,6 +192,18 @@ def made_of_config(library: Any, config: Any, **settings: Any) -> Any:
     return model_class.from_config(config, trust_remote_code=False, **settings)
 
 
+def keep_in_float32(model: Any) -> None:
+    """Give the tensors float32 that `from_pretrained` of the model's class loads in it, whatever the model's type is."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(model.dtype)
+    if plan:
+        pattern = build_glob_alternation(list(plan))[0]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if pattern.search(name):
+                tensor.data = tensor.data.float()
+
+
 def state_names_of_class(model: Any) -> set[str] | None:
     """Return the names of the state that the class of a model makes of its config; None if it takes more than that."""
     try:
