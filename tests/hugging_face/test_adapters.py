@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -77,6 +78,18 @@ def test_a_model_with_peft_around_it_is_used_in_place(tmp_path, kind):
     results = trained_on(ps.from_transformers(model), 2, "zb-h1")
 
     assert_close(results, wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, pytest.param({"bias": "all"}, marks=pytest.mark.slow)])
+def test_adapters_of_a_head_train_under_a_loss_in_chunks_of_positions(tmp_path, settings):
+    base = saved_base(tmp_path / "base")
+    config = peft.LoraConfig(**LORA, target_modules=["q_proj", "lm_head"], **settings)
+    layers = ps.from_transformers(base, adapter=config)
+
+    results = trained_on(layers, 2, loss=partial(ps.losses.chunked_cross_entropy, chunk=4))
+
+    model = with_weights(peft.get_peft_model(loaded_base(base), config), joined(results, "weights"))
+    assert_close(results, trained_by_peft(model, settled=False))
 
 
 @pytest.mark.parametrize("kind", ["PiSSA", "OLoRA", "VeRA"])
