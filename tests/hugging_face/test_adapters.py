@@ -217,6 +217,15 @@ def test_a_target_that_is_on_no_stage_is_told_with_the_nearest_names(tmp_path):
     assert "Target modules .*x_proj not found" in refused(base, peft.LoraConfig(target_modules=r".*x_proj"))
 
 
+def test_targets_that_peft_turns_into_parameters_of_experts_are_refused_before_a_layer_is_built(tmp_path):
+    base = saved_base(tmp_path / "base", "mixtral")
+
+    told = refused(base, peft.LoraConfig(target_modules="all-linear"))
+    assert "target_modules also means 'down_proj', 'gate.weight', 'gate_up_proj' of MixtralForCausalLM" in told
+    assert "such as target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj']" in told
+    assert "means 'gate.weight' of" in refused(base, peft.LoraConfig(target_modules=["q_proj", "gate"]))
+
+
 def test_an_adapter_for_another_model_is_refused_before_a_layer_is_built(tmp_path):
     base, wider = saved_base(tmp_path / "base"), saved_base(tmp_path / "wider", hidden_size=64)
     fewer, other = saved_base(tmp_path / "fewer", num_hidden_layers=4), saved_base(tmp_path / "other", "gpt2")
