@@ -245,6 +245,8 @@ def test_folders_that_are_no_adapters_and_models_that_cannot_be_used_in_place_ar
     settings = json.loads((folder / "adapter_config.json").read_text())
 
     assert "a model, whose modules are used in place; pass get_peft_model" in refused(model, KINDS["LoRA"]())
+    mixed = peft.get_peft_model(loaded_base(base), KINDS["LoRA"](), mixed=True)
+    assert "a PeftMixedModel; expected a model with one adapter" in refused(mixed)
     model.merge_adapter()
     assert "merged into the model; call unmerge_adapter()" in refused(model)
     model.unmerge_adapter()

@@ -177,7 +177,12 @@ class Adapter:
     @classmethod
     def around(cls, source: Any) -> "Adapter":
         """Return the adapter of a model with peft's wrapper around it. Raises: ConfigError."""
-        peft()
+        if not isinstance(source, peft().PeftModel):
+            raise ConfigError(
+                f"a {type(source).__name__}; expected a model with one adapter, as get_peft_model(model, config) makes "
+                "it, without mixed=True",
+                key=KEY,
+            )
         names = list(source.peft_config)
         for name in names:
             require_supported(source.peft_config[name])
