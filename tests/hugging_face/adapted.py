@@ -82,15 +82,15 @@ class Trained:
 def pipeline_of(layers, transport, schedule="1f1b", **options):
     where = {"ranks": 1} if transport is None else {"transport": transport}
     where = where if "mesh" not in options else {}
-    options = {"microbatches": NUM_MICROBATCHES, **options}
-    return ps.Pipeline(layers, schedule, loss=layers.loss, count=layers.count, **where, **options)
+    options = {"microbatches": NUM_MICROBATCHES, "loss": layers.loss, **options}
+    return ps.Pipeline(layers, schedule, count=layers.count, **where, **options)
 
 
-def trained_on(layers, ranks, schedule="1f1b"):
+def trained_on(layers, ranks, schedule="1f1b", **options):
     """Return, per rank, what a step of these layers gives, from settled adapters."""
 
     def step(transport):
-        with pipeline_of(layers, transport if ranks > 1 else None, schedule) as pipeline:
+        with pipeline_of(layers, transport if ranks > 1 else None, schedule, **options) as pipeline:
             settle(pipeline.named_parameters())
             weights = {name: each.detach().clone() for name, each in pipeline.state_dict().items()}
             loss = pipeline.step(TOKENS, target=LABELS).loss.item()

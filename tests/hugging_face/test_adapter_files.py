@@ -125,6 +125,24 @@ def test_weights_that_are_tied_and_changed_in_one_place_are_not_merged(tmp_path)
     assert names(tmp_path / "merged") == []
 
 
+@pytest.mark.parametrize(("lora_bias", "value"), [(True, 0.0), (False, float("nan"))])
+def test_what_peft_does_not_merge_is_told_on_every_rank(tmp_path, lora_bias, value):
+    config = peft.LoraConfig(**LORA, target_modules=["q_proj"], layers_to_transform=[5], lora_bias=lora_bias)
+    layers = ps.from_transformers(saved_base(tmp_path / "base"), adapter=config)
+
+    def case(transport):
+        with pipeline_of(layers, transport) as pipeline, torch.no_grad():
+            for name, parameter in pipeline.named_parameters():
+                if "lora_B.default.weight" in name:
+                    parameter.fill_(value)
+            return error_of(layers.save_pretrained, pipeline, tmp_path / "merged", merged=True)
+
+    for error in on_ranks(2, case):
+        assert type(error) is NotSaved
+        assert "peft cannot merge the adapter into 'model.layers.5.self_attn.q_proj'" in str(error)
+    assert names(tmp_path / "merged") == []
+
+
 @pytest.mark.parametrize("shard", ["none", pytest.param("optimizer", marks=pytest.mark.slow), "full"])
 def test_replicas_with_and_without_shards_write_one_adapter(tmp_path, shard):
     base = saved_base(tmp_path / "base")

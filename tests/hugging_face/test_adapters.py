@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -77,6 +78,18 @@ def test_a_model_with_peft_around_it_is_used_in_place(tmp_path, kind):
     results = trained_on(ps.from_transformers(model), 2, "zb-h1")
 
     assert_close(results, wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, pytest.param({"bias": "all"}, marks=pytest.mark.slow)])
+def test_adapters_of_a_head_train_under_a_loss_in_chunks_of_positions(tmp_path, settings):
+    base = saved_base(tmp_path / "base")
+    config = peft.LoraConfig(**LORA, target_modules=["q_proj", "lm_head"], **settings)
+    layers = ps.from_transformers(base, adapter=config)
+
+    results = trained_on(layers, 2, loss=partial(ps.losses.chunked_cross_entropy, chunk=4))
+
+    model = with_weights(peft.get_peft_model(loaded_base(base), config), joined(results, "weights"))
+    assert_close(results, trained_by_peft(model, settled=False))
 
 
 @pytest.mark.parametrize("kind", ["PiSSA", "OLoRA", "VeRA"])
@@ -204,6 +217,15 @@ def test_a_target_that_is_on_no_stage_is_told_with_the_nearest_names(tmp_path):
     assert "Target modules .*x_proj not found" in refused(base, peft.LoraConfig(target_modules=r".*x_proj"))
 
 
+def test_targets_that_peft_turns_into_parameters_of_experts_are_refused_before_a_layer_is_built(tmp_path):
+    base = saved_base(tmp_path / "base", "mixtral")
+
+    told = refused(base, peft.LoraConfig(target_modules="all-linear"))
+    assert "target_modules also means 'down_proj', 'gate.weight', 'gate_up_proj' of MixtralForCausalLM" in told
+    assert "such as target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj']" in told
+    assert "means 'gate.weight' of" in refused(base, peft.LoraConfig(target_modules=["q_proj", "gate"]))
+
+
 def test_an_adapter_for_another_model_is_refused_before_a_layer_is_built(tmp_path):
     base, wider = saved_base(tmp_path / "base"), saved_base(tmp_path / "wider", hidden_size=64)
     fewer, other = saved_base(tmp_path / "fewer", num_hidden_layers=4), saved_base(tmp_path / "other", "gpt2")
@@ -223,6 +245,8 @@ def test_folders_that_are_no_adapters_and_models_that_cannot_be_used_in_place_ar
     settings = json.loads((folder / "adapter_config.json").read_text())
 
     assert "a model, whose modules are used in place; pass get_peft_model" in refused(model, KINDS["LoRA"]())
+    mixed = peft.get_peft_model(loaded_base(base), KINDS["LoRA"](), mixed=True)
+    assert "a PeftMixedModel; expected a model with one adapter" in refused(mixed)
     model.merge_adapter()
     assert "merged into the model; call unmerge_adapter()" in refused(model)
     model.unmerge_adapter()

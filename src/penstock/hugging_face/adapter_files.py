@@ -115,11 +115,16 @@ class MergedFormat(PretrainedFormat):
         return PretrainedFormat.convert(self, plain_tensors)
 
     def _merged(self, path: str, state: Mapping[str, Tensor]) -> nn.Module:
-        """Return a module with the adapter merged into it, by peft."""
+        """Return a module with the adapter merged into it, by peft. Raises: NotSaved."""
         module = on_meta(self.adapter.model.get_submodule(path)).to_empty(device="cpu")
         share_projections(module, self.adapter.name, self.adapter.projections)
         module.load_state_dict(state)
-        return merged(module, self.adapter.name)
+        try:
+            return merged(module, self.adapter.name)
+        except (RuntimeError, ValueError) as error:  # a bias without a place in the model; values that are not finite
+            raise NotSaved(
+                f"peft cannot merge the adapter into {path!r}: {str(error).rstrip('.')}. Save the adapter alone"
+            ) from error
 
     def _require_untied(self) -> None:
         """Refuse a model that ties a weight which the adapter changes in one of its places. Raises: NotSaved."""

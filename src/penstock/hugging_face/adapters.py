@@ -166,6 +166,7 @@ class Adapter:
                 f"{str(error).rstrip('.')}. Give target_modules that are in the model",
                 key=KEY,
             ) from error
+        _require_modules(plain, config)
         if base_name is not None:
             config.base_model_name_or_path = base_name
         adapter_on_model = cls(peft_model, file=None if folder is None else folder / FILE)
@@ -176,7 +177,12 @@ class Adapter:
     @classmethod
     def around(cls, source: Any) -> "Adapter":
         """Return the adapter of a model with peft's wrapper around it. Raises: ConfigError."""
-        peft()
+        if not isinstance(source, peft().PeftModel):
+            raise ConfigError(
+                f"a {type(source).__name__}; expected a model with one adapter, as get_peft_model(model, config) makes "
+                "it, without mixed=True",
+                key=KEY,
+            )
         names = list(source.peft_config)
         for name in names:
             require_supported(source.peft_config[name])
@@ -284,6 +290,22 @@ def _require_targets(plain: Any, config: Any, *, is_new: bool) -> None:
                 f"{listed(choices)}",
                 key=KEY,
             )
+
+
+def _require_modules(plain: Any, config: Any) -> None:
+    """Refuse targets that peft has turned into single parameters, as those of experts and routers.
+
+    Raises: ConfigError.
+    """
+    parameters = getattr(config, "target_parameters", None)
+    if parameters:
+        rest = sorted(config.target_modules or ()) if not isinstance(config.target_modules, str) else ()
+        raise ConfigError(
+            f"target_modules also means {listed(sorted(parameters), quoted=repr)} of {type(plain).__name__}: "
+            "parameters of experts or routers and not modules, which peft adapts by target_parameters, and a pipeline "
+            f"does not. Name the modules instead, such as target_modules={rest or ['q_proj', 'v_proj']}",
+            key=KEY,
+        )
 
 
 def _fill(part: nn.Module, file: Path, file_names: Mapping[str, str]) -> None:

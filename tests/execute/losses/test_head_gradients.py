@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.execute.losses.head_gradients import GradientSum, HeadProducts
+from penstock.execute.losses.head_gradients import GradientSum, HeadProducts, count_products
 from tests.support.local_pipelines import values
 
 
@@ -12,7 +12,6 @@ def products_of(weight, bias, parts):
     products = HeadProducts()
     with products:
         results = [F.linear(part, weight, bias) for part in parts]
-    products.is_forward = False
     return results
 
 
@@ -22,7 +21,9 @@ def test_the_gradients_of_products_are_those_of_autograd_and_the_weight_gets_one
     handed_over = []
     weight.register_hook(handed_over.append)
 
-    torch.cat(products_of(weight, bias, parts)).square().sum().backward()
+    results = torch.cat(products_of(weight, bias, parts))
+    count_products(results, parts[0])
+    results.square().sum().backward()
     found = [weight.grad.clone(), bias.grad.clone(), *(part.grad.clone() for part in parts)]
     for tensor in (weight, bias, *parts):
         tensor.grad = None
@@ -31,6 +32,20 @@ def test_the_gradients_of_products_are_those_of_autograd_and_the_weight_gets_one
     assert len(handed_over) == 2
     for gradient, tensor in zip(found, (weight, bias, *parts), strict=True):
         torch.testing.assert_close(gradient, tensor.grad)
+
+
+def test_products_that_a_tail_detaches_do_not_hold_back_the_gradient():
+    weight = nn.Parameter(values(1, 4, 4))
+    hidden = values(2, 3, 4).requires_grad_()
+    with HeadProducts():
+        results = F.linear(hidden, weight) / F.linear(torch.eye(4), weight).norm().detach()
+
+    count_products(results, hidden)
+    results.square().sum().backward()
+
+    found, weight.grad = weight.grad, None
+    (hidden @ weight.T / weight.detach().norm()).square().sum().backward()
+    torch.testing.assert_close(found, weight.grad)
 
 
 def test_a_sum_is_handed_over_once_and_begins_anew():

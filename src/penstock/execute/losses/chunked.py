@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.execute.losses.head_gradients import HeadProducts
+from penstock.execute.losses.head_gradients import HeadProducts, count_products
 from penstock.execute.losses.ignored import IGNORED
 from penstock.execute.losses.tails import Tail, TailedOutput, as_positions
 
@@ -64,9 +64,9 @@ def label_log_probs(output: Any, labels: Tensor, *, chunk: Chunk = AUTO) -> Tens
     if torch.is_grad_enabled():
         # The tail draws nothing: what depends on random numbers is no tail.
         compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-    results = [compute(*part) for part in parts]
-    products.is_forward = False
-    return torch.cat(results).view(labels.shape)
+    results = torch.cat([compute(*part) for part in parts])
+    count_products(results, hidden)
+    return results.view(labels.shape)
 
 
 def _log_probs(tail: Tail, products: HeadProducts, hidden: Tensor, labels: Tensor) -> Tensor:

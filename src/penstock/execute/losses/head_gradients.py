@@ -22,7 +22,7 @@ class GradientSum:
     """The gradient of one weight over all chunks."""
 
     num_products: int = 0
-    """Products of the forward, each of which has one backward."""
+    """Products that the loss depends on, each of which has one backward."""
     num_done: int = 0
     """Backwards that have run."""
     total: Tensor | None = None
@@ -46,8 +46,6 @@ class HeadProducts(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._sums: dict[nn.Parameter, GradientSum] = {}
-        self.is_forward = True
-        """Whether products belong to the forward; those of a checkpoint that runs again have no backward."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear and not kwargs and _is_summed(*args[:2]):
@@ -56,9 +54,26 @@ class HeadProducts(TorchFunctionMode):
 
     def _product(self, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
         gradient_sum = self._sums.setdefault(weight, GradientSum())
-        gradient_sum.num_products += self.is_forward
         product: Tensor = _HeadProduct.apply(inputs, weight, bias, gradient_sum)  # type: ignore[no-untyped-call]
         return product
+
+
+def count_products(results: Tensor, hidden: Tensor) -> None:
+    """Count, for each sum, the products between hidden states and what the loss makes of all chunks.
+
+    Not every product of the forward has a backward: DoRA detaches the norm of a weight that it makes of products. And
+    those of a checkpoint that runs again are in no graph.
+    """
+    seen, nodes = {None, hidden.grad_fn}, [results.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        gradient_sum = getattr(node, "gradient_sum", None)
+        if isinstance(gradient_sum, GradientSum):
+            gradient_sum.num_products += 1
+        nodes += [next_node for next_node, _ in node.next_functions]
 
 
 def _is_summed(inputs: Tensor, weight: Tensor) -> bool:
