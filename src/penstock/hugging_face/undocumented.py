@@ -193,7 +193,7 @@ def made_of_config(library: Any, config: Any, **settings: Any) -> Any:
 
 
 def keep_in_float32(model: Any) -> None:
-    """Give the tensors float32 that `from_pretrained` of the model's class loads in it, whatever the model's type is."""
+    """Give the tensors float32 that `from_pretrained` loads in it, whatever the type of the model is."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(model.dtype)
