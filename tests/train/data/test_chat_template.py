@@ -153,6 +153,13 @@ def test_a_template_whose_texts_of_a_part_and_of_the_whole_do_not_agree_is_refus
         encoded(tokenizer(template), messages)
 
 
+def test_a_template_that_begins_an_answer_behind_each_text_is_refused(tokenizer):
+    always = CHATML.plain().replace("add_generation_prompt", "true")
+    for messages in (said("a", "b"), said("a", "b", "c", "d")):
+        with pytest.raises(ConfigError, match=r"behind the assistant's turn too|cannot be found"):
+            encoded(tokenizer(always), messages)
+
+
 def test_such_a_template_with_tags_is_taken(tokenizer):
     tagged = THINKS.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
     found = tokenizer(tagged)

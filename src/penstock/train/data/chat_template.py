@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,26 @@ class ChatEncoder:
                 f"{TAG} around such turns in {TEMPLATE_KEY}, or set data.learn = 'all'",
                 key=FILES_KEY,
             )
+        self._require_no_further_answer(messages, number, before, through)
         return len(before), len(before) + len(self._without_line_end(through[len(before) :]))
+
+    def _require_no_further_answer(self, messages: Sequence[Message], number: int, before: str, through: str) -> None:
+        """Refuse a template that begins an answer behind each text, also where nobody has asked for it.
+
+        `before` is the text up to a turn of the assistant, and `through` that with the turn.
+        """
+        content = str(messages[number].get("content") or "").strip()
+        behind_turn = through[through.rfind(content) + len(content) :]
+        if before != self._rendered(messages[:number]) or not content:
+            return  # it begins an answer where it is asked to, and so not here
+        pairs = zip(reversed(before), reversed(behind_turn), strict=False)
+        shared_end = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))[::-1]
+        if any(character.isalnum() for character in shared_end):
+            raise ConfigError(
+                f"the chat template writes {shared_end!r} behind the assistant's turn too, which would be "
+                f"learned with it; let it do so where add_generation_prompt is true alone, or put {TAG} around turns",
+                key=FILES_KEY,
+            )
 
     def _without_line_end(self, turn: str) -> str:
         """Leave out the white space behind the token that ends a turn: a model is stopped at that token."""
