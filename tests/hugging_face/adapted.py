@@ -35,6 +35,9 @@ KINDS = {
     "a trained head": lambda: peft.LoraConfig(**LORA, target_modules=QV, modules_to_save=["lm_head", "norm"]),
     "IA3": lambda: peft.IA3Config(task_type="CAUSAL_LM"),
     "VeRA": lambda: peft.VeraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"]),
+    "VeRA and a trained head": lambda: peft.VeraConfig(
+        r=4, task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"]
+    ),
     "VeRA by seed": lambda: peft.VeraConfig(
         r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], save_projection=False
     ),

@@ -345,6 +345,19 @@ def test_settings_that_peft_does_not_have_are_told_with_the_nearest_name():
     assert "LoraConfig has no setting 'use_dorra' that a pipeline trains. Did you mean 'use_dora'" in str(error)
 
 
+def test_the_digest_of_a_run_has_the_settings_of_the_adapter_that_it_began_with(tmp_path):
+    for folder, file in (("model", "config.json"), ("adapter", "adapter_config.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text("{}")
+    model = {"source": "", "transformers": str(tmp_path / "model"), "verify": False}
+    config = config_of(model=model, data={"tokenizer": "bytes"}, adapter={"folder": str(tmp_path / "adapter")})
+    digest = source_digest(config)
+
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"lora_alpha": 64}')
+
+    assert source_digest(config) != digest
+
+
 @pytest.mark.slow
 def test_a_run_trains_an_adapter_and_its_folder_becomes_one_of_peft(files):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

@@ -97,8 +97,10 @@ def adapted_modules(model: nn.Module) -> tuple[dict[str, None], dict[str, None]]
 
 def config_for(config: Any, targets: Collection[str], copied: Collection[str]) -> Any:
     """Return the config of an adapter with exactly these modules, of those that it has in the whole model."""
+    if not targets:  # VeRA refuses to have no target; copies are the same for all methods
+        return peft().LoraConfig(target_modules=WITHOUT_TARGETS, modules_to_save=list(copied))
     local_config = copy.deepcopy(config)
-    local_config.target_modules = set(targets) or WITHOUT_TARGETS
+    local_config.target_modules = set(targets)
     local_config.modules_to_save = list(copied) or None
     local_config.inference_mode = False
     local_config.task_type = None  # peft's wrappers for a task want methods of a whole model

@@ -75,6 +75,8 @@ def source_digest(config: RunConfig) -> str:
     files = {KEY: model.source.rpartition(":")[0], "model.loss": model.loss.rpartition(":")[0]}
     if model.transformers:
         files = {TRANSFORMERS: str(Path(model.transformers, "config.json"))}
+        if config.adapter.folder:  # the scale of an adapter is in its settings, and not in a checkpoint
+            files["adapter.folder"] = str(Path(config.adapter.folder, "adapter_config.json"))
     for key, file in files.items():
         try:
             digest.update(Path(file).read_bytes() if file else b"")
@@ -154,8 +156,9 @@ def _targets(targets: tuple[str, ...]) -> str | list[str] | None:
 
 def _require_unchanged(config: RunConfig) -> None:
     if config.model.source_digest not in ("", source_digest(config)):
+        places = " or ".join(filter(None, (config.model.place, config.adapter.folder)))
         raise ConfigError(
-            f"the files of {config.model.place} have changed since the run began; put them back, or begin another run",
+            f"the files of {places} have changed since the run began; put them back, or begin another run",
             key=config.model.place_key,
         )
 
