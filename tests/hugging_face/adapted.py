@@ -134,3 +134,10 @@ def with_weights(model, weights):
     assert not strange.unexpected_keys
     assert all("vera_" in name for name in strange.missing_keys)  # beside the layers' own
     return model
+
+
+def tier(kind, ranks, quick_kinds):
+    """Return the marks of a test: each kind runs on 2 ranks, some on others too, and all on all in a full run."""
+    if ranks == 2:
+        return () if kind in quick_kinds else pytest.mark.slow
+    return pytest.mark.slow if kind in quick_kinds else pytest.mark.full

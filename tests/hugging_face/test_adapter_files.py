@@ -22,15 +22,12 @@ from tests.hugging_face.adapted import (  # noqa: E402
     pipeline_of,
     saved_base,
     settle,
+    tier,
 )
 
 FILES = ["adapter_model.safetensors", "adapter_config.json", "README.md"]
 QUICK = ("LoRA", "embeddings", "a trained head", "VeRA")
-CASES = [
-    pytest.param(kind, ranks, marks=() if kind in QUICK and ranks == 2 else pytest.mark.slow)
-    for kind in KINDS
-    for ranks in (1, 2, 4)
-]
+CASES = [pytest.param(kind, ranks, marks=tier(kind, ranks, QUICK)) for kind in KINDS for ranks in (1, 2, 4)]
 
 
 def saved_by_pipeline(layers, folder, ranks, *, merged=False):

@@ -26,6 +26,7 @@ from tests.hugging_face.adapted import (  # noqa: E402
     loaded_base,
     pipeline_of,
     saved_base,
+    tier,
     trained_by_peft,
     trained_on,
     with_weights,
@@ -34,7 +35,7 @@ from tests.hugging_face.adapted import (  # noqa: E402
 LARGEST = 1e-6
 QUICK = ("LoRA", "last layers", "a trained head", "VeRA")
 CASES = [
-    pytest.param(kind, ranks, schedule, marks=() if kind in QUICK and ranks == 2 else pytest.mark.slow)
+    pytest.param(kind, ranks, schedule, marks=tier(kind, ranks, QUICK))
     for kind in KINDS
     for ranks, schedule in ((1, "1f1b"), (2, "1f1b"), (4, "zb-h1"))
 ]

@@ -64,7 +64,7 @@ def assert_files(found, expected):
 
 QUICK = [("llama", 1, 1), ("gpt2", 2, 1), ("mixtral", 4, 1), ("phi3", 2, 2)]
 SLOW = [
-    pytest.param(family, ranks, replicas, marks=pytest.mark.slow)
+    pytest.param(family, ranks, replicas, marks=pytest.mark.slow if ranks == 2 else pytest.mark.full)
     for family in FAMILIES
     for ranks, replicas in ((1, 1), (2, 1), (4, 1), (2, 2))
     if (family, ranks, replicas) not in QUICK
