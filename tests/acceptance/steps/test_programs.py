@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,7 +228,8 @@ def random_training(chance):
 def hung(wires, task, good, program):
     """What a step says in which a program runs that no pipeline would take, so it is put in by hand."""
     pipeline = Pipeline(task.make_layers(), good, loss=task.loss, transport=wires)
-    session = replace(pipeline._runner.session, program_of=lambda mode, num_microbatches, most: program)
+    programs = SimpleNamespace(of=lambda key, is_planned=False: program, planned=tuple)
+    session = replace(pipeline._runner.session, programs=programs)
     pipeline._runner._programs._session = session
     wires.deadline_s = 0.4
     return error_of(step_task, pipeline, task)
