@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.construction_plan import Plan
-from penstock.errors import PenstockError, ScheduleError
+from penstock.errors import PenstockError, ScheduleError, warn
 from penstock.execute.control.agreement import Mode
 from penstock.execute.losses.grad_scaler import grad_scaler_of
 from penstock.execute.rank_parameters import Units
@@ -192,6 +192,9 @@ class PlanningBeside:
             try:
                 program = self._plan(number)
             except PenstockError:
+                continue
+            except Exception as error:  # steps go on in rounds, and other numbers are still planned
+                warn(f"planning {number} microbatches beside the steps has failed: {type(error).__name__}: {error}")
                 continue
             with self._lock:
                 self._programs[number] = program

@@ -149,13 +149,10 @@ class BatchCutter:
     def _cut_batch(self, call: StepRequest, mode: Mode, own_rule: BatchRule) -> Batch:
         self._check_arguments(call)
         form = self._form(call)
-        if mode.is_training and not own_rule.microbatch_size:
-            self.require_program(
-                mode, own_rule.num_microbatches
-            )  # before it is cut: others may get more than memory has
         rule = own_rule if mode.is_training else replace(own_rule, takes_any_size=True)
         # The batch is cut as it was passed, which is how specs name its parts, and its parts are bound then.
         microbatches = list(map(self._bind, rule.microbatches(call.args, call.kwargs, call.target)))
+        # After the cut, which refuses more microbatches than rows: a program of a million of them takes long to plan.
         self.require_program(mode, len(microbatches))
         values = flatten((call.args, dict(call.kwargs), call.target))[0]
         data, has_rows = self._bind(call), any(microbatch.size for microbatch in microbatches)
