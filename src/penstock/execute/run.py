@@ -23,16 +23,18 @@ def run_step(compiled: CompiledProgram, step: Step, note: Note, bounds: Sequence
     if step.prefetcher is not None:
         bounds = with_data_calls(bounds, compiled.data_rows, compiled.load_rows)
     is_training, first = not compiled.program.is_forward_only, compiled.rows.start
-    for passes in compiled.passes:
-        passes.begin()
     # Pairs made ahead: the loop itself reads no attribute, and holds nothing that a call has made.
     calls = [(bound.row - first, bound.call) for bound in bounds]
-    with torch.set_grad_enabled(is_training):
-        for row, call in calls:
-            note(row)  # first, so that a call that hangs or raises is found at its own row
-            call(step)
-    for passes in compiled.passes:
-        passes.end()
+    try:
+        for passes in compiled.passes:
+            passes.begin()
+        with torch.set_grad_enabled(is_training):
+            for row, call in calls:
+                note(row)  # first, so that a call that hangs or raises is found at its own row
+                call(step)
+    finally:
+        for passes in compiled.passes:
+            passes.end()
     _require_empty(compiled, step)
 
 

@@ -139,3 +139,15 @@ def test_layers_are_told_where_steps_of_training_and_evaluation_begin_and_end():
     pipeline.step(values(1, 2, WIDTH), target=values(2, 2, WIDTH))
     pipeline.evaluate(values(1, 2, WIDTH), target=values(2, 2, WIDTH))
     assert layer.notes == ["begin", "forward", "forward", "end"] * 2
+
+
+def test_layers_are_told_of_the_end_of_a_step_that_fails():
+    class Failing(Told):
+        def forward(self, hidden):
+            raise RuntimeError("on purpose")
+
+    layer = Failing(WIDTH, WIDTH)
+    pipeline = ps.Pipeline([layer], "1f1b", 2, square_loss, ranks=1)
+    with pytest.raises(ps.PipelineError):
+        pipeline.step(values(1, 2, WIDTH), target=values(2, 2, WIDTH))
+    assert layer.notes == ["begin", "end"]

@@ -76,7 +76,7 @@ class StepLayer(Protocol):
         """Begin a step: its forwards, whose number is not known, follow until `end_step`."""
 
     def end_step(self) -> None:
-        """End a step, unless it has failed."""
+        """End a step, also one that has failed."""
 
 
 @dataclass(eq=False)
