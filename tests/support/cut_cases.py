@@ -45,6 +45,20 @@ class Chain(nn.Module):
         return block(hidden)
 
 
+class Stateful(Chain):
+    """Each forward advances a state, by default `calls` of the model, and all blocks depend on it."""
+
+    def forward(self, rows):
+        self.advance(rows)
+        hidden = self.begin(rows)
+        for block in self.blocks:
+            hidden = block(hidden) * (1 + self.factor() / 10)
+        return self.head(hidden)
+
+    def factor(self):
+        return self.calls
+
+
 def batch(seed=1, length=LENGTH, **keywords):
     """One batch of rows, whose values follow from the seed, with a target and further keywords."""
     return {"rows": values(seed, ROWS, length, WIDTH, dtype=torch.float64), **keywords}

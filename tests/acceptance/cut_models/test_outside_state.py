@@ -8,25 +8,25 @@ import torch
 
 import penstock as ps
 from tests.support import numbers_of_files
-from tests.support.cut_cases import LENGTH, ROWS, WIDTH, Block, Chain, assert_refused, assert_right, batch, call_of
+from tests.support.cut_cases import (
+    LENGTH,
+    ROWS,
+    WIDTH,
+    Block,
+    Chain,
+    Stateful,
+    assert_refused,
+    assert_right,
+    batch,
+    call_of,
+)
 from tests.support.local_pipelines import square_loss
 
 on_both = pytest.mark.parametrize("num_ranks", [1, 2])
 counted, seen, scale = 0, deque([1]), 2.0
 
 
-class Counting(Chain):
-    """Each forward changes what `factor` reads."""
-
-    def forward(self, rows):
-        self.advance(rows)
-        hidden = self.begin(rows)
-        for block in self.blocks:
-            hidden = block(hidden) * (1 + self.factor() / 10)
-        return self.head(hidden)
-
-
-class GlobalNumber(Counting):
+class GlobalNumber(Stateful):
     def advance(self, rows):
         global counted
         counted += 1
@@ -35,7 +35,7 @@ class GlobalNumber(Counting):
         return counted
 
 
-class GlobalContainer(Counting):
+class GlobalContainer(Stateful):
     def advance(self, rows):
         seen.append(1)
 
@@ -43,7 +43,7 @@ class GlobalContainer(Counting):
         return len(seen)
 
 
-class OfAnotherFile(Counting):
+class OfAnotherFile(Stateful):
     def advance(self, rows):
         numbers_of_files.calls += 1
 
@@ -51,7 +51,7 @@ class OfAnotherFile(Counting):
         return numbers_of_files.calls
 
 
-class ClassNumber(Counting):
+class ClassNumber(Stateful):
     calls = 0
 
     def advance(self, rows):
@@ -61,7 +61,7 @@ class ClassNumber(Counting):
         return self.calls
 
 
-class ClassTable(Counting):
+class ClassTable(Stateful):
     table = {"lengths": []}  # noqa: RUF012
 
     def advance(self, rows):
@@ -76,7 +76,7 @@ def add_to(lengths=[]):  # noqa: B006
     return len(lengths)
 
 
-class DefaultArgument(Counting):
+class DefaultArgument(Stateful):
     def advance(self, rows): ...
 
     def factor(self):

@@ -4,24 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.cut_cases import WIDTH, Block, Chain, assert_right, assert_right_or_refused, batch
+from tests.support.cut_cases import WIDTH, Block, Chain, Stateful, assert_right, assert_right_or_refused, batch
 
 on_both = pytest.mark.parametrize("num_ranks", [1, 2])
 NAMED = r"\bcalls\b"
-
-
-class Stateful(Chain):
-    """Each forward changes `calls` of the model, and all blocks depend on it."""
-
-    def forward(self, rows):
-        self.advance(rows)
-        hidden = self.begin(rows)
-        for block in self.blocks:
-            hidden = block(hidden) * (1 + self.factor() / 10)
-        return self.head(hidden)
-
-    def factor(self):
-        return self.calls
 
 
 class Number(Stateful):
