@@ -1,0 +1,117 @@
+"""The best family of a layout that fits, with layers split by their seconds, or by memory where that does not fit.
+
+Every family that has one route is simulated without its messages first, which takes a tenth of the time of a plan. Then
+the shortest are planned in turn, until those that are left take longer than the best plan even without messages.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.ir.live import peak_bytes
+from penstock.ir.operations import Op
+from penstock.ir.schedule import Schedule
+from penstock.lowering import lower
+from penstock.partition.balance import balance
+from penstock.partition.split import split_over
+from penstock.placement import Placement
+from penstock.searching.candidates import families_of
+from penstock.searching.fitting import fitting_split
+from penstock.searching.layouts.planned import PlannedLayout, planned
+from penstock.searching.layouts.problem import LayoutProblem
+from penstock.simulation.engine import simulate
+
+MOST_RESPLIT = 6
+"""The most schedules that are split by memory, the fastest first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """A schedule with a split, and what it comes to without messages and gathers."""
+
+    schedule: Schedule
+    split: tuple[int, ...]
+    makespan_s: float
+    peak_bytes: int
+
+
+def best_of_families(problem: LayoutProblem) -> PlannedLayout | None:
+    """Return the fastest plan of a family that fits; None where none was found."""
+    drafts = sorted(_drafts(problem), key=lambda draft: draft.makespan_s)
+    best = _fastest(problem, [draft for draft in drafts if draft.peak_bytes <= problem.limit_bytes])
+    return best or _fastest(problem, list(_resplit(problem, drafts[:MOST_RESPLIT])))
+
+
+def least_of_families(problem: LayoutProblem) -> PlannedLayout:
+    """Return the plan of a family that needs least memory, whether it fits or not."""
+    drafts = sorted(_drafts(problem), key=lambda draft: draft.peak_bytes)
+    for draft in drafts:
+        try:
+            return planned(problem, draft.schedule, draft.split, draft.schedule.name)
+        except (ConfigError, ScheduleError):
+            continue
+    raise AssertionError("1f1b has a plan for any number of ranks and microbatches")
+
+
+def placements_of(problem: LayoutProblem) -> list[Placement]:
+    """Return the placements that a layout may have: a line, loops and waves."""
+    ranks = problem.layout.pipeline
+    placements: list[Placement] = []
+    for number in problem.layout.stages_per_rank(problem.num_layers):
+        placements.append(Placement.loop(ranks, ranks * number))
+        if number % 2 == 0 and ranks > 1:
+            placements.append(Placement.wave(ranks, ranks * number))
+    return placements
+
+
+def balanced_split(problem: LayoutProblem, placement: Placement) -> tuple[int, ...]:
+    """Return the layers of each stage of which the heaviest takes least."""
+    return balance(problem.seconds.tolist(), placement.num_stages)
+
+
+def _drafts(problem: LayoutProblem) -> Iterator[_Draft]:
+    splits_backwards = bool(problem.costs.backward_input and problem.costs.backward_weight)
+    for schedule in families_of(placements_of(problem), problem.layout.microbatches):
+        if Op.BACKWARD_INPUT in schedule.ops and not splits_backwards:
+            continue
+        split = balanced_split(problem, schedule.placement)
+        yield _draft(problem, schedule, split)
+
+
+def _draft(problem: LayoutProblem, schedule: Schedule, split: tuple[int, ...]) -> _Draft:
+    layers = split_over(schedule.placement, problem.num_layers, split=split)
+    costs = problem.resident_costs.of_table(schedule, layers)
+    sizes = costs.stage_bytes(schedule.placement, schedule.num_microbatches)
+    held = sizes.static_of_ranks(schedule.placement) + np.array(peak_bytes(schedule, sizes))
+    return _Draft(schedule, split, simulate(schedule, costs).makespan_s, int(held.max()))
+
+
+def _fastest(problem: LayoutProblem, drafts: list[_Draft]) -> PlannedLayout | None:
+    """Return the fastest plan that fits; drafts are those with the shortest makespans first."""
+    best: PlannedLayout | None = None
+    for draft in drafts:
+        if best is not None and draft.makespan_s >= best.step_s:
+            break
+        try:
+            candidate = planned(problem, draft.schedule, draft.split, draft.schedule.name)
+        except (ConfigError, ScheduleError):
+            continue
+        if candidate.peak_bytes <= problem.limit_bytes and (best is None or candidate.step_s < best.step_s):
+            best = candidate
+    return best
+
+
+def _resplit(problem: LayoutProblem, drafts: list[_Draft]) -> Iterator[_Draft]:
+    """Yield schedules with a split in which no rank holds more than it may, those that have one."""
+    sharding = problem.sharding
+    for draft in drafts:
+        try:
+            program = lower(draft.schedule, shard=sharding.shard, residency=sharding.residency)
+        except ConfigError:
+            continue
+        limit = np.full(program.num_ranks, problem.limit_bytes)
+        split = fitting_split(problem.costs, program, limit, problem.shards).split
+        if split is not None:
+            yield _draft(problem, draft.schedule, split)
