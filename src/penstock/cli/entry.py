@@ -16,6 +16,7 @@ from penstock.cli import (
     evaluate,
     generate,
     init,
+    plan,
     profile,
     runs,
     schedules,
@@ -67,8 +68,8 @@ class Command(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (
-    init, train, schedules, show, check, verify, compare, search, convert, profile, doctor, runs, generate, evaluate,
-    completion,
+    init, train, schedules, show, check, verify, compare, search, plan, convert, profile, doctor, runs, generate,
+    evaluate, completion,
 )  # fmt: skip
 
 

@@ -35,8 +35,10 @@ class Cluster:
 
     gpus: int
     nodes: int = 1
-    limit_bytes: int
-    """The bytes that a rank may hold of tensors."""
+    memory_bytes: int
+    """The memory of a device."""
+    reserve_bytes: int = 0
+    """Bytes of it that are no tensors of a run."""
     within: Wire | None = None
     """The link between devices of one node; None: messages take what the costs say."""
     between: Wire | None = None
@@ -58,6 +60,11 @@ class Cluster:
     def _nearest_gpus(self) -> str:
         below = self.gpus - self.gpus % self.nodes
         return " or ".join(str(number) for number in (below, below + self.nodes) if number)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The bytes that a rank may hold of tensors."""
+        return self.memory_bytes - self.reserve_bytes
 
     @property
     def gpus_per_node(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,8 @@ RANGE_OF_MEASURED = (0.95, 1.05)
 """The seconds of a step of which a prediction from measured costs is told, as shares of it."""
 
 
-class CostsOf(Protocol):
-    """Costs of the layers of a model, for one microbatch."""
-
-    def __call__(self, microbatch_size: int, checkpointing: str) -> LayerCosts: ...
+CostsOf = Callable[[int, str], LayerCosts]
+"""Returns the costs of the layers of a model, for one microbatch of so many sequences and a kind of checkpointing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +140,7 @@ def _fields_of_wire(wire: Wire) -> dict[str, float]:
     return {"latency_s": wire.latency_s, "bandwidth_bytes_per_s": wire.bandwidth_bytes_per_s}
 
 
-def measured_costs(costs: LayerCosts, microbatch_size: int, checkpointing: str) -> Callable[[int, str], LayerCosts]:
+def measured_costs(costs: LayerCosts, microbatch_size: int, checkpointing: str) -> CostsOf:
     """Return costs of one size of microbatches and one kind of checkpointing, with which they were measured."""
 
     def costs_of(size: int, kind: str) -> LayerCosts:

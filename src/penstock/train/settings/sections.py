@@ -293,6 +293,17 @@ class DebugSection(Section):
     """whether all that a GPU runs of a step takes turns, to look for faults: the same numbers, and slower"""
 
 
+class PlanSection(Section):
+    """The prediction of `penstock plan`, which wrote the file; `penstock doctor` compares the run with it."""
+
+    step_s: float = Field(default=0.0, ge=0)
+    """seconds of a step; 0: nothing is predicted"""
+    step_range_s: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    """the least and the most seconds that were expected"""
+    peak_bytes: Annotated[tuple[NotNegative, ...], Field(strict=False)] = ()
+    """the most bytes that each rank holds of tensors"""
+
+
 class Sections(Section):
     """All sections of a run, before the rules between them are looked at."""
 
@@ -311,3 +322,4 @@ class Sections(Section):
     sample: SampleSection = SampleSection()
     profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
+    plan: PlanSection = PlanSection()

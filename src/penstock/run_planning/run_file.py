@@ -1,0 +1,85 @@
+"""The run file of a planned layout: a base run file with other keys, whose comments stay, or a new one.
+
+BASE.toml  ──► [pipeline] ranks, schedule, split ...   [parallel] data, shard   [batch] size, length   [plan]
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tomlkit
+from tomlkit.items import Table
+
+from penstock.searching.layouts.planned import PlannedLayout
+from penstock.train.settings.config import config_from_table
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Values by section and key; None takes a key out."""
+
+HEADER = "Written by penstock plan; penstock train runs it as it is."
+PLACEHOLDER = "the sources of Python's standard library; your own text goes here, as files = [...]"
+
+
+def layout_settings(row: PlannedLayout, schedule_file: str) -> dict[str, dict[str, Any]]:
+    """Return the keys that make a run of a layout; a searched schedule is named by its file."""
+    layout, is_family = row.layout, bool(row.family)
+    pipeline = {
+        "ranks": layout.pipeline,
+        "schedule": row.family if is_family else schedule_file,
+        "options": dict(row.options) or None,
+        "stages_per_rank": row.stages_per_rank if is_family else None,
+        "microbatches": layout.microbatches,
+        "split": list(row.split),
+        "activation_checkpointing": layout.checkpointing,
+    }
+    # What another plan has said of the same things would contradict this one.
+    replaced = ("microbatch_size", "slices", "layers_per_stage", "memory_limit", "costs", "offload")
+    return {
+        "pipeline": pipeline | dict.fromkeys(replaced),
+        "parallel": {"data": layout.data, "shard": layout.shard, "residency": None, "look_ahead": None},
+    }
+
+
+def run_file_text(base: str, settings: Settings) -> str:
+    """Return a run file with these settings in the place of those of `base`, whose comments and other keys stay.
+
+    Raises:
+        ConfigError: the result is no run file, with all reasons.
+    """
+    document = tomlkit.parse(base)
+    if not base:
+        document.add(tomlkit.comment(HEADER))
+    for name, values in settings.items():
+        section = document.setdefault(name, tomlkit.table())
+        for key, value in values.items():
+            _set(section, key, value)
+        if not section:
+            document.remove(name)
+    config_from_table(document.unwrap())
+    return tomlkit.dumps(document)
+
+
+def new_run_settings(folder: str, model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings of a run that has no base: where it writes, its model, some text, and its precision."""
+    corpus = tomlkit.item("stdlib")
+    corpus.comment(PLACEHOLDER)
+    return {
+        "run": {"folder": folder},
+        "model": dict(model),
+        "data": {"corpus": corpus},
+        "precision": {"compute": "bfloat16"},
+    }
+
+
+def _set(section: Any, key: str, value: Any) -> None:
+    """Put a value in the place of the one that is there, whose comment stays; None takes the key out."""
+    if value is None:
+        section.pop(key, None)
+        return
+    item = tomlkit.item(value)
+    if isinstance(item, Table):
+        item = tomlkit.inline_table()
+        item.update(value)
+    if key in section and hasattr(section[key], "trivia"):
+        old = section[key].trivia
+        item.trivia.comment_ws, item.trivia.comment, item.trivia.trail = old.comment_ws, old.comment, old.trail
+    section[key] = item
