@@ -115,6 +115,8 @@ class SharedCosts:
     """Seconds of an exchange between replicas, beside its bytes over `replica_bandwidth_bytes_per_s`."""
     replica_bandwidth_bytes_per_s: float = math.inf
 
+    seconds_range: tuple[float, ...] = (1.0, 1.0)
+    """The least and the most times the given seconds that a run may take, where they are an estimate."""
     source: str = field(default="", compare=False)
     """Where these costs come from, for messages about them: a file, say."""
 
