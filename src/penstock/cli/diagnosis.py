@@ -79,6 +79,8 @@ def _figures(diagnosis: Diagnosis) -> Iterator[str]:
     before_s = diagnosis.step_s - measured.makespan_s
     yield f"measured:   makespan {_figure(measured)}, and {format_seconds(before_s)} before its first computation"
     yield f"predicted:  makespan {_figure(predicted)} ({_percent(predicted.makespan_s / measured.makespan_s - 1)})"
+    if diagnosis.plan is not None:
+        yield from diagnosis.plan.lines()
     if measured.clock_uncertainty_s:
         yield f"times of different hosts are within {format_seconds(measured.clock_uncertainty_s)} of each other"
     if diagnosis.replicas is not None:
@@ -221,6 +223,7 @@ def to_json(diagnosis: Diagnosis) -> str:
         "measured": _timeline(diagnosis.timeline),
         "predicted": _timeline(diagnosis.predicted),
         "clock_uncertainty_s": diagnosis.timeline.clock_uncertainty_s,
+        "plan": diagnosis.plan and diagnosis.plan.to_dict(),
         "replicas": diagnosis.recorded.num_replicas,
         "waits_for_replicas": diagnosis.replicas and asdict(diagnosis.replicas),
         "finding": headline(diagnosis),

@@ -70,9 +70,23 @@ def run_command(arguments: Namespace) -> int:
     diagnosis = diagnose(recorded, setting, profiled=profiled_costs, memory_limit=activation_limits)
     if not is_run:
         diagnosis = replace(diagnosis, changes=[replace(change, settings=()) for change in diagnosis.changes])
+    else:
+        diagnosis = replace(diagnosis, plan=_against_plan(path))
     screen = stdout_screen()
     say(to_json(diagnosis) if arguments.format == "json" else to_text(diagnosis, screen, asked_split=setting.split))
     return ExitStatus.FINE
+
+
+def _against_plan(folder: Path) -> Any:
+    """Return a run beside the plan that it was started with; None where there was none, or nothing was measured."""
+    from penstock.train.folder.run_folder import CONFIG, METRICS
+    from penstock.train.settings.config import load_config
+    from penstock.train.watching.against_plan import AgainstPlan
+    from penstock.train.watching.metrics import read_metrics
+
+    config = load_config(folder / CONFIG)
+    rows = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
+    return AgainstPlan.of(config.plan, rows, counts_memory=config.run.device != "cpu")
 
 
 def _measured_step(path: Path) -> Any:

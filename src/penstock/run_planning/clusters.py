@@ -13,6 +13,9 @@ LINKS = {
     "a100-sxm-80gb": ("nvlink-3", "infiniband-hdr"),
     "h100-sxm": ("nvlink-4", "infiniband-ndr"),
     "h200-sxm": ("nvlink-4", "infiniband-ndr"),
+    "b200-sxm": ("nvlink-5", "infiniband-ndr"),
+    "l40s": ("pcie-4-x16", "roce-200g"),
+    "rtx-4090": ("pcie-4-x16", "roce-100g"),
     "mi300x": ("infinity-fabric-mi300x", "infiniband-ndr"),
 }
 """The links within and between nodes, one port for each device, with which makers sell nodes of a device."""
@@ -55,4 +58,4 @@ def cluster_of(gpus: int, nodes: int, device: str | None, memory_bytes: int | No
 
 def _wire(name: str) -> Wire:
     link = link_of(name)
-    return Wire(latency_s=0.0, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)
+    return Wire(latency_s=link.latency_s, bandwidth_bytes_per_s=link.reached_bytes_per_s)

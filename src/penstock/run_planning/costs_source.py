@@ -19,7 +19,7 @@ class CostsSource:
 
     costs_of: CostsOf
     choices: Choices
-    seconds_range: tuple[float, float]
+    seconds_range: tuple[float, ...]
     sequence_flops: float = 0.0
     """Floating-point operations for one sequence; 0: unknown."""
     bytes_note: str

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.lowering import OPTIMIZER
 from penstock.searching.layouts.problem import LayoutProblem
 
 
@@ -57,9 +58,10 @@ def least_bytes(problem: LayoutProblem) -> int:
     """Return the bytes that the fullest rank holds at least.
 
     A rank that runs stages again may keep next to nothing of other microbatches, but all of the layer whose backward
-    it runs. Replicas that gather once a step have all layers of a rank whole.
+    it runs. Replicas that gather once a step have all weights of a rank whole in its last backward of a later stage;
+    whole gradients of its stages may come and go one after the other.
     """
-    static, whole = problem.static_bytes, problem.whole_bytes
-    always = static + whole if problem.layout.shard == "optimizer" else static
-    layer = static + whole + problem.of_layers("activation_bytes")
+    static, weights = problem.static_bytes, problem.whole_weights
+    always = static + weights if problem.layout.shard == OPTIMIZER else static
+    layer = static + weights + np.maximum(problem.of_layers("activation_bytes"), problem.whole_gradients)
     return int(max(float(always.sum()) / problem.layout.pipeline, float(layer.max())))

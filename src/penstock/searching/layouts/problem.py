@@ -35,7 +35,7 @@ class LayoutQuestion:
     """Sequences of a step, over all replicas."""
     sequence_length: int
     choices: Choices = field(default_factory=Choices)
-    seconds_range: tuple[float, float] = RANGE_OF_MEASURED
+    seconds_range: tuple[float, ...] = RANGE_OF_MEASURED
     """The shares of a predicted step between which a measured one is expected."""
 
     def problems(self) -> list["LayoutProblem"]:
@@ -107,28 +107,26 @@ class LayoutProblem:
         names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
         return np.asarray(sum(self.of_layers(name) for name in names) / self.shards)
 
-    @cached_property
-    def whole_bytes(self) -> Floats:
-        """[num_layers] bytes of a layer's whole weights and gradients beside its shards, while it is gathered."""
-        if self.layout.shard == NONE:
-            return np.zeros(self.num_layers)
-        return self.of_layers("parameter_bytes") + self.of_layers("gradient_bytes")
+    @property
+    def whole_weights(self) -> Floats:
+        """[num_layers] bytes of a layer's whole weights beside its shards, while it is gathered."""
+        return self.of_layers("parameter_bytes") * (self.layout.shard != NONE)
+
+    @property
+    def whole_gradients(self) -> Floats:
+        """[num_layers] bytes of a layer's whole gradients beside its shards, from a backward to their reduction."""
+        return self.of_layers("gradient_bytes") * (self.layout.shard != NONE)
 
     @cached_property
     def resident_costs(self) -> LayerCosts:
-        """The costs for what knows no gathers: a rank that keeps all of its layers whole holds them throughout.
+        """The costs for what knows no gathers: bytes that are always there in place of shards.
 
-        Of `full`, whole layers are left out: few of a rank are whole at once.
+        Replicas that gather once a step hold all weights of a rank whole at some time. What is whole beside them comes
+        and goes, and is left out, so that these bytes are no more than those of a program.
         """
-        if self.layout.shard == NONE:
-            return self.costs
-        if self.layout.shard != OPTIMIZER:
-            return replace(self.costs, shards=self.shards)
-        return replace(
-            self.costs,
-            optimizer_bytes=tuple(np.ceil(self.static_bytes).astype(int).tolist()),
-            shards=1,
-        )
+        static = self.static_bytes + self.whole_weights * (self.layout.shard == OPTIMIZER)
+        resident = tuple(np.ceil(static).astype(int).tolist())
+        return replace(self.costs, parameter_bytes=(0,), gradient_bytes=(0,), optimizer_bytes=resident, shards=1)
 
     @cached_property
     def seconds(self) -> Floats:

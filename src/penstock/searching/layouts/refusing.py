@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from penstock.errors import ConfigError
 from penstock.ir.units import format_bytes
 from penstock.searching.layouts.bounds import least_bytes
@@ -37,12 +39,12 @@ def _least_by_bound(problems: Sequence[LayoutProblem]) -> list[LayoutProblem]:
 
 def _large_layer(problem: LayoutProblem) -> ConfigError | None:
     """Return the error for a model with a layer that no device of any number can hold, if it has one."""
-    sizes = problem.whole_bytes + problem.of_layers("activation_bytes")
-    sizes = sizes + (0 if problem.layout.data > 1 else problem.static_bytes)
+    weights, gradients = problem.of_layers("parameter_bytes"), problem.of_layers("gradient_bytes")
+    sizes = weights + np.maximum(gradients, problem.of_layers("activation_bytes"))
     layer = int(sizes.argmax())
     if sizes[layer] <= problem.limit_bytes:
         return None
-    static = problem.of_layers("parameter_bytes")[layer] + problem.of_layers("gradient_bytes")[layer]
+    static = weights[layer] + gradients[layer]
     return ConfigError(
         f"layer {layer} of {problem.num_layers} takes {format_bytes(int(sizes[layer]))} by itself, of them "
         f"{format_bytes(int(static))} of weights and gradients, and a device has "

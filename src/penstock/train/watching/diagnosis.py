@@ -20,6 +20,7 @@ from penstock.simulation.losses import Loss, losses_of
 from penstock.simulation.message_latency import with_true_arrivals
 from penstock.simulation.prologue import begin_of, idle_before
 from penstock.train.settings.config import RunConfig
+from penstock.train.watching.against_plan import AgainstPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Diagnosis:
     """Whether a profile has measured the bytes of each layer's activations."""
     replicas: ReplicaWaits | None = None
     """Waits for other replicas; None where there is one replica."""
+    plan: AgainstPlan | None = None
+    """The run beside the plan that it was started with; None where there was none."""
 
     @property
     def step_s(self) -> float:
