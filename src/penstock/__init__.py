@@ -46,6 +46,7 @@ _NAMES = {
     "penstock.placement": "Placement",
     "penstock.planning": "plan",
     "penstock.proofs": "check",
+    "penstock.run_planning.plan_run": "plan_run",
     "penstock.schedules": "build",
     "penstock.searching.search": "search",
     "penstock.show.picture": "draw",

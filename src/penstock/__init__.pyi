@@ -51,6 +51,7 @@ from penstock.pipeline import Pipeline as Pipeline
 from penstock.placement import Placement as Placement
 from penstock.planning import plan as plan
 from penstock.proofs import check as check
+from penstock.run_planning.plan_run import plan_run as plan_run
 from penstock.schedules import build as build
 from penstock.searching.search import search as search
 from penstock.show.picture import draw as draw

@@ -40,6 +40,7 @@ ROOMS = {
     "moving": (7, {0, 1, 2, 3, 4, 5, 6}),
     "verifying": (7, {0, 1, 2, 3, 4, 5, 6}),
     "hugging_face": (7, {0, 1, 2, 3, 4, 5, 6}),
+    "run_planning": (7, {0, 1, 2, 3, 4, 5, 6}),
     "cli": (8, {0, 1, 2, 3, 4, 5, 6, 7}),
     "__main__": (9, {0, 8}),
     "__init__": (9, {0, 1, 2, 3, 4, 5, 6, 7}),
@@ -60,6 +61,9 @@ DOORS = {
     ("moving", "pipeline"),  # so do the adapters
     ("verifying", "pipeline"),  # it runs the parts of a model
     ("train", "verifying"),  # before the first step of a run
+    ("run_planning", "hugging_face"),  # whose models it plans for
+    ("run_planning", "train"),  # a plan is a run file
+    ("run_planning", "sizing"),  # it counts what layers do
     ("moving", "train"),  # gradients are clipped by their norm over all ranks in one place
     ("cli", "__init__"),  # `penstock --version`
 }

@@ -3,6 +3,7 @@
 from penstock.errors import ConfigError
 from penstock.ir.units import format_bytes
 from penstock.searching.layouts.cluster import Cluster, Wire
+from penstock.simulation.costs.devices import Link
 from penstock.simulation.costs.devices import device as device_of
 from penstock.simulation.costs.devices import link as link_of
 
@@ -54,6 +55,11 @@ def cluster_of(gpus: int, nodes: int, device: str | None, memory_bytes: int | No
         within=within,
         between=between,
     )
+
+
+def link_within(device: str) -> Link:
+    """Return the link between devices of one node. Raises: ConfigError, for an unknown device."""
+    return link_of(LINKS[device_of(device).name][0])
 
 
 def _wire(name: str) -> Wire:

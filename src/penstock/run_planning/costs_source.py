@@ -1,16 +1,25 @@
 """Where the costs of a plan come from: measured, or sizes of the model's own code and the roofline of a device."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from penstock.errors import ConfigError
 from penstock.run_planning.model import PlannedModel
+from penstock.run_planning.model_work import ModelWork
+from penstock.run_planning.state_bytes import gradient_bytes_of, optimizer_bytes_of
 from penstock.searching.layouts.layout import Choices
 from penstock.searching.layouts.problem import RANGE_OF_MEASURED, CostsOf, measured_costs
 from penstock.simulation.costs.costs import Costs
+from penstock.simulation.costs.devices import Link
+from penstock.simulation.costs.devices import device as device_of
 from penstock.simulation.costs.file import read_costs
 from penstock.simulation.costs.layer_costs import LayerCosts
+from penstock.simulation.costs.layer_work import LayerWork
+from penstock.simulation.costs.roofline import CALIBRATION, CALIBRATION_RANGE, layer_costs
 from penstock.train.settings.config import RunConfig
+from penstock.train.settings.section import Kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +33,50 @@ class CostsSource:
     """Floating-point operations for one sequence; 0: unknown."""
     bytes_note: str
     time_note: str
+
+
+def roofline_source(work: ModelWork, device_name: str, within: Link) -> CostsSource:
+    """Return the source of costs that nobody has measured: the model's own work, on the roofline of a device.
+
+    Raises:
+        ConfigError: an unknown device, or operations that have no formula.
+    """
+    device, model = device_of(device_name), work.model
+    costs_by_key: dict[tuple[int, str], LayerCosts] = {}
+
+    def costs_of(microbatch_size: int, checkpointing: str) -> LayerCosts:
+        key = (microbatch_size, checkpointing)
+        if key not in costs_by_key:
+            layers = [_with_gradients(layer, model) for layer in work.of(microbatch_size, cast(Kept, checkpointing))]
+            costs_by_key[key] = layer_costs(
+                layers, device, link=within, optimizer_bytes_per_parameter=_state_bytes(layers, model)
+            )
+        return costs_by_key[key]
+
+    low, high = CALIBRATION_RANGE
+    return CostsSource(
+        costs_of=costs_of,
+        choices=Choices(),
+        seconds_range=costs_of(1, "none").seconds_range,
+        sequence_flops=work.sequence_flops(),
+        bytes_note="as the model's own code saves them on CPUs",
+        time_note=f"roofline x {CALIBRATION:g}; public runs took {low:g} to {high:g} (docs/planning.md); measure: "
+        "penstock profile",
+    )
+
+
+def _with_gradients(layer: LayerWork, model: PlannedModel) -> LayerWork:
+    """Return the work of a layer with the gradients that a run of this precision keeps."""
+    parameter_bytes = layer.parameter_bytes / max(layer.num_parameters, 1)
+    per_parameter = gradient_bytes_of(model.precision, parameter_bytes)
+    return replace(layer, gradient_bytes=round(per_parameter * layer.trainable_parameters))
+
+
+def _state_bytes(layers: Sequence[LayerWork], model: PlannedModel) -> float:
+    """Return the bytes of the optimizer's state of a parameter, which all layers have alike."""
+    num_parameters = sum(layer.num_parameters for layer in layers)
+    parameter_bytes = sum(layer.parameter_bytes for layer in layers) / max(num_parameters, 1)
+    return optimizer_bytes_of(model.precision, model.optimizer, parameter_bytes)
 
 
 def measured_source(costs: LayerCosts | str | Path, config: RunConfig | None, model: PlannedModel) -> CostsSource:

@@ -6,9 +6,10 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.proofs import Limit
-from penstock.run_planning.clusters import RESERVE_BYTES, cluster_of
-from penstock.run_planning.costs_source import CostsSource, measured_source
-from penstock.run_planning.model import PlannedModel, planned_model
+from penstock.run_planning.clusters import RESERVE_BYTES, cluster_of, link_within
+from penstock.run_planning.costs_source import measured_source, roofline_source
+from penstock.run_planning.model import planned_model
+from penstock.run_planning.model_work import ModelWork
 from penstock.run_planning.run_plan import RunPlan
 from penstock.searching.layouts.choosing import choose_layouts
 from penstock.searching.layouts.problem import LayoutQuestion
@@ -56,7 +57,9 @@ def plan_run(
         raise ConfigError(the_model.no_run_file, key="model")
     cluster = cluster_of(gpus, nodes, device, _memory_bytes(memory))
     if costs is None:
-        source = _roofline(the_model, device, sequence_length, say)
+        if device is None:
+            raise ConfigError("without one, give the costs of the layers, and the memory of a rank", key="device")
+        source = roofline_source(ModelWork(the_model, sequence_length, say), device, link_within(device))
     else:
         source = measured_source(costs, _run_config(text, base), the_model)
     question = LayoutQuestion(
@@ -88,10 +91,6 @@ def _run_config(model: str, base: str | Path | None) -> RunConfig | None:
     """Return the configuration of the run file that is named, None where none is."""
     path = model if model.endswith(".toml") else base
     return None if path is None else load_config(path)
-
-
-def _roofline(model: PlannedModel, device: str | None, sequence_length: int, say: Callable[[str], None]) -> CostsSource:
-    raise NotImplementedError
 
 
 def _say_nothing(text: str) -> None:

@@ -18,11 +18,14 @@ from penstock.partition.balance import balance
 from penstock.partition.split import split_over
 from penstock.placement import Placement
 from penstock.searching.candidates import families_of
-from penstock.searching.fitting import fitting_split
+from penstock.searching.fitting import FittingSplit, fitting_split
 from penstock.searching.layouts.planned import PlannedLayout, planned
 from penstock.searching.layouts.problem import LayoutProblem
+from penstock.searching.split_orders import one_at_a_time
 from penstock.simulation.engine import simulate
 
+MOST_LEAST = 2
+"""The most families that are split by memory where nothing fits, those of least memory first."""
 MOST_RESPLIT = 6
 """The most schedules that are split by memory, the fastest first."""
 
@@ -45,14 +48,19 @@ def best_of_families(problem: LayoutProblem) -> PlannedLayout | None:
 
 
 def least_of_families(problem: LayoutProblem) -> PlannedLayout:
-    """Return the plan of a family that needs least memory, whether it fits or not."""
-    drafts = sorted(_drafts(problem), key=lambda draft: draft.peak_bytes)
-    for draft in drafts:
+    """Return the plan that needs least memory, whether it fits or not: of families, or one microbatch at a time.
+
+    Its layers are split by memory.
+    """
+    line = Placement.loop(problem.layout.pipeline, problem.layout.pipeline * problem.fewest_stages)
+    drafts = sorted(_drafts(problem), key=lambda draft: draft.peak_bytes)[:MOST_LEAST]
+    plans = []
+    for schedule in (one_at_a_time(line, problem.layout.microbatches), *(draft.schedule for draft in drafts)):
         try:
-            return planned(problem, draft.schedule, draft.split, draft.schedule.name)
-        except (ConfigError, ScheduleError):
+            plans.append(planned(problem, schedule, _splits_of(problem, schedule).least, schedule.name))
+        except ConfigError:  # overlapped pairs need more stages whole at once
             continue
-    raise AssertionError("1f1b has a plan for any number of ranks and microbatches")
+    return min(plans, key=lambda plan: plan.peak_bytes)
 
 
 def placements_of(problem: LayoutProblem) -> list[Placement]:
@@ -105,13 +113,16 @@ def _fastest(problem: LayoutProblem, drafts: list[_Draft]) -> PlannedLayout | No
 
 def _resplit(problem: LayoutProblem, drafts: list[_Draft]) -> Iterator[_Draft]:
     """Yield schedules with a split in which no rank holds more than it may, those that have one."""
-    sharding = problem.sharding
     for draft in drafts:
         try:
-            program = lower(draft.schedule, shard=sharding.shard, residency=sharding.residency)
+            split = _splits_of(problem, draft.schedule).split
         except ConfigError:
             continue
-        limit = np.full(program.num_ranks, problem.limit_bytes)
-        split = fitting_split(problem.costs, program, limit, problem.shards).split
         if split is not None:
             yield _draft(problem, draft.schedule, split)
+
+
+def _splits_of(problem: LayoutProblem, schedule: Schedule) -> FittingSplit:
+    """Return the splits of a schedule that matter for the memory of the layout. Raises: ConfigError, as `lower`."""
+    program = lower(schedule, shard=problem.sharding.shard, residency=problem.sharding.residency)
+    return fitting_split(problem.costs, program, np.full(program.num_ranks, problem.limit_bytes), problem.shards)
