@@ -26,7 +26,7 @@ from penstock.simulation.costs.layer_work import LayerWork
 from penstock.simulation.costs.roofline import CALIBRATION, pass_s
 
 BUDGET = 0.25
-A100, H100 = device("a100-sxm-80gb"), device("h100-sxm")
+A100, H100, H200 = device("a100-sxm-80gb"), device("h100-sxm"), device("h200-sxm")
 H100_500W = replace(H100, name="H100 of 2.4 TB/s, 500 W", memory_bytes_per_s=2.4e12)
 LLAMA_8B = Decoder(
     layers=32, hidden=4096, heads=32, key_value_heads=8, feed_forward=14336, vocabulary=128_256
@@ -41,6 +41,8 @@ AUTOMODEL = (
     "test",
     "NeMo Automodel, performance summary of 2026-08, H100; kernels of Transformer Engine, Triton, compiled",
 )
+OWN = "test", "docs/performance.md, plain loop on one H200, torch 2.11"
+DECODER = Decoder(layers=16, hidden=2048, heads=16, feed_forward=8192, vocabulary=32_000)
 KINDS = ("forward", "backward_input", "backward_weight")
 
 
@@ -94,6 +96,8 @@ def training_lines() -> Iterator[Line]:
     yield from step_lines(AUTOMODEL, "Qwen2.5 7B, LoRA, 1 GPU", H100, (QWEN_7B, lora), 14110.05)
     shared = Run(sequence=8192, checkpointing="full", context_parallel=2)
     yield from step_lines(AUTOMODEL, "Llama3 70B, full, 64 GPUs", H100, (LLAMA_70B, shared), 866.77)
+    own = Run(sequence=1024, microbatch=8, style="own")
+    yield from step_lines(OWN, "decoder of bench/gpu.py, 1 GPU", H200, (DECODER, own), 67_885)
 
 
 def step_lines(
@@ -102,7 +106,7 @@ def step_lines(
     """Yield a line for each style of kernels, and for shares of the peak that attention may reach."""
     model, run = work
     shares = (0.5, 0.7) if machine is A100 else (0.35, 0.6)
-    for style in ("eager", "fused"):
+    for style in dict.fromkeys((run.style, "eager", "fused")):
         for changed in (machine, *(with_attention(machine, share) for share in shares)):
             yield Line(
                 use=source[0],
