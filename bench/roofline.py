@@ -6,9 +6,9 @@
 Rows of `set` gave `CALIBRATION`, so their errors test nothing; rows of `test` were not looked at for it. Rows of
 `limited` ran below the power of the data sheet, so its peak does not hold for them. A row has one line for each way of
 counting that was tried, and `*` marks the one that its scripts, or its paper, name: which kernels ran, and the share of
-the peak in `devices.toml`. Rows of Automodel with tensor or expert parallelism are left out, and so are those of
-GPT-OSS, whose configurations have it (`ep_size: 8`) where the table has none. No GPU is needed: the work is in
-`decoder_work.py`, by hand.
+the peak in `devices.toml`. Rows of Automodel with tensor or expert parallelism are left out. GPT-OSS has none in its
+table, but in its configurations (`ep_size: 8` and `64`): `experts` counts one device's work without the exchanges, and
+is no test. No GPU is needed: the work is in `decoder_work.py` and `expert_work.py`, by hand.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from decoder_work import Decoder, Run, block_of, head_of, works_of
+from expert_work import ExpertRun, expert_works
 
 from penstock.simulation.costs.devices import Device, device
 from penstock.simulation.costs.layer_work import LayerWork
@@ -124,6 +125,24 @@ def with_attention(machine: Device, share: float) -> Device:
     return replace(machine, kernels=kernels)
 
 
+def expert_lines() -> Iterator[Line]:
+    """Yield steps of GPT-OSS, whose exchanges between experts the formula does not have."""
+    for row, run, tokens_per_s in [
+        ("GPT-OSS 20B, 8 devices share experts", ExpertRun(layers=24, experts=32, devices=8, microbatch=2), 13_058),
+        ("GPT-OSS 120B, 64 devices share experts", ExpertRun(layers=36, experts=128, devices=64, microbatch=2), 7_626),
+    ]:
+        for machine in (H100, with_attention(H100, 0.35), with_attention(H100, 0.6)):
+            yield Line(
+                use="experts",
+                source=AUTOMODEL[1],
+                row=row,
+                setting=f"fused, attention {machine.kernels.attention_share:.2f}",
+                is_named=machine is H100,
+                measured_s=run.tokens / tokens_per_s,
+                bare_s=seconds(expert_works(run), machine),
+            )
+
+
 def zero_bubble_lines() -> Iterator[Line]:
     """Yield F, I, W and their sum of a stage, from table 6; the paper keeps 5as bytes of scores: no FlashAttention."""
     source = "arXiv 2401.10241, table 6, A100; microbatch sizes of its table 3"
@@ -194,7 +213,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a JSON file for the lines")
     arguments = parser.parse_args()
-    lines = [*training_lines(), *zero_bubble_lines(), *vocabulary_lines()]
+    lines = [*training_lines(), *expert_lines(), *zero_bubble_lines(), *vocabulary_lines()]
     source = ""
     for line in lines:
         if line.source != source:

@@ -192,6 +192,12 @@ def test_a_device_that_does_not_say_what_kernels_reach_is_refused():
         layer_costs([LAYER], replace(DEVICE, kernels=None), link=LINK)
 
 
+@pytest.mark.parametrize("num_bytes", [-1, math.nan, math.inf])
+def test_bytes_of_an_optimizer_that_are_no_number_are_refused(num_bytes):
+    with pytest.raises(ConfigError, match=r"optimizer_bytes_per_parameter: .* costs are finite and 0 or more"):
+        costs_of(optimizer_bytes_per_parameter=num_bytes)
+
+
 def test_an_exchange_of_no_replica_is_refused():
     with pytest.raises(ConfigError, match="replicas: 0; expected 1 or more"):
         ReplicaExchange(replicas=0, link=LINK)
