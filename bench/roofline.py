@@ -8,7 +8,8 @@ Rows of `set` gave `CALIBRATION`, so their errors test nothing; rows of `test` w
 counting that was tried, and `*` marks the one that its scripts, or its paper, name: which kernels ran, and the share of
 the peak in `devices.toml`. Rows of Automodel with tensor or expert parallelism are left out. GPT-OSS has none in its
 table, but in its configurations (`ep_size: 8` and `64`): `experts` counts one device's work without the exchanges, and
-is no test. No GPU is needed: the work is in `decoder_work.py` and `expert_work.py`, by hand.
+is no test. Nor is `unknown`: two pipelines whose checkpointing nobody published. No GPU is needed: the work is in
+`decoder_work.py` and `expert_work.py`, by hand.
 """
 
 import argparse
@@ -22,9 +23,12 @@ from pathlib import Path
 from decoder_work import Decoder, Run, block_of, head_of, works_of
 from expert_work import ExpertRun, expert_works
 
-from penstock.simulation.costs.devices import Device, device
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.simulation import simulate
+from penstock.simulation.costs.devices import Device, device, link
 from penstock.simulation.costs.layer_work import LayerWork
-from penstock.simulation.costs.roofline import CALIBRATION, pass_s
+from penstock.simulation.costs.roofline import CALIBRATION, layer_costs, pass_s
 
 BUDGET = 0.25
 A100, H100, H200 = device("a100-sxm-80gb"), device("h100-sxm"), device("h200-sxm")
@@ -44,6 +48,7 @@ AUTOMODEL = (
 )
 OWN = "test", "docs/performance.md, plain loop on one H200, torch 2.11"
 DECODER = Decoder(layers=16, hidden=2048, heads=16, feed_forward=8192, vocabulary=32_000)
+QWEN_32B = replace(QWEN_7B, layers=64, hidden=5120, heads=40, key_value_heads=8, feed_forward=27648)
 KINDS = ("forward", "backward_input", "backward_weight")
 
 
@@ -123,6 +128,26 @@ def step_lines(
 def with_attention(machine: Device, share: float) -> Device:
     kernels = replace(machine.kernels, attention_share=share, attention_backward_share=round(share * 0.63 / 0.73, 2))
     return replace(machine, kernels=kernels)
+
+
+def pipeline_lines() -> Iterator[Line]:
+    """Yield simulated steps of two pipelines of 4 stages; nobody says whether their forwards ran again."""
+    schedule = lower(build("interleaved-1f1b", ranks=4, microbatches=8, stages_per_rank=8))
+    for style in ("fused", "eager"):
+        for checkpointing in ("none", "full"):
+            run = Run(sequence=4096, lora_rank=16, style=style, checkpointing=checkpointing)
+            costs = layer_costs(works_of(QWEN_32B, run), H100, link=link(H100.link_within_node))
+            makespan_s = simulate(schedule, costs.of_stages([3, *[2] * 30, 3])).makespan_s
+            for row, num_rounds, measured_s in (("8 GPUs", 2, 8.40), ("16 GPUs", 1, 4.48)):
+                yield Line(
+                    use="unknown",
+                    source="NeMo Automodel, performance summary before 2026-04, H100; its configurations are gone",
+                    row=f"Qwen2.5 32B, LoRA, pipeline of 4, {row}",
+                    setting=f"{style}, checkpointing {checkpointing}",
+                    is_named=False,
+                    measured_s=measured_s,
+                    bare_s=num_rounds * makespan_s / CALIBRATION,
+                )
 
 
 def expert_lines() -> Iterator[Line]:
@@ -213,7 +238,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a JSON file for the lines")
     arguments = parser.parse_args()
-    lines = [*training_lines(), *expert_lines(), *zero_bubble_lines(), *vocabulary_lines()]
+    lines = [*training_lines(), *pipeline_lines(), *expert_lines(), *zero_bubble_lines(), *vocabulary_lines()]
     source = ""
     for line in lines:
         if line.source != source:
