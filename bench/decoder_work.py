@@ -39,12 +39,16 @@ EAGER = Style(
     norm=(21, 33), rotary=(10, 10), activation=(5, 9), dropout=(0, 0), loss=(7, 7), kernels=(45, 60)
 )  # fmt: skip
 """One kernel for each operation of transformers' Llama: norms in 32 bits are eight of them."""
+OWN = Style(
+    norm=(5, 7), rotary=(9, 12), activation=(5, 9), dropout=(0, 0), loss=(7, 11), kernels=(22, 40)
+)  # fmt: skip
+"""`penstock.models` on torch 2.11: a fused RMSNorm, and a kernel for each other operation."""
 MEGATRON = Style(
     norm=(2, 4), rotary=(0, 0), activation=(2, 3), dropout=(3.5, 2.5), loss=(19, 7), kernels=(6, 12)
 )  # fmt: skip
 """Megatron-LM's fused kernels for norms, GeLU with bias, and dropout with bias and residual; its loss in 32 bits
 converts, subtracts, exponentiates and divides all scores one after the other (`vocab_parallel_cross_entropy`)."""
-STYLES = {"fused": FUSED, "eager": EAGER, "megatron": MEGATRON}
+STYLES = {"fused": FUSED, "eager": EAGER, "own": OWN, "megatron": MEGATRON}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@
 Rows of `set` gave `CALIBRATION`, so their errors test nothing; rows of `test` were not looked at for it. Rows of
 `limited` ran below the power of the data sheet, so its peak does not hold for them. A row has one line for each way of
 counting that was tried, and `*` marks the one that its scripts, or its paper, name: which kernels ran, and the share of
-the peak in `devices.toml`. Rows of Automodel with tensor or expert parallelism are left out, and so are those of
-GPT-OSS, whose configurations have it (`ep_size: 8`) where the table has none. No GPU is needed: the work is in
-`decoder_work.py`, by hand.
+the peak in `devices.toml`. Rows of Automodel with tensor or expert parallelism are left out. GPT-OSS has none in its
+table, but in its configurations (`ep_size: 8` and `64`): `experts` counts one device's work without the exchanges, and
+is no test. Nor is `unknown`: two pipelines whose checkpointing nobody published. No GPU is needed: the work is in
+`decoder_work.py` and `expert_work.py`, by hand.
 """
 
 import argparse
@@ -20,13 +21,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from decoder_work import Decoder, Run, block_of, head_of, works_of
+from expert_work import ExpertRun, expert_works
 
-from penstock.simulation.costs.devices import Device, device
+from penstock.lowering import lower
+from penstock.schedules import build
+from penstock.simulation import simulate
+from penstock.simulation.costs.devices import Device, device, link
 from penstock.simulation.costs.layer_work import LayerWork
-from penstock.simulation.costs.roofline import CALIBRATION, pass_s
+from penstock.simulation.costs.roofline import CALIBRATION, layer_costs, pass_s
 
 BUDGET = 0.25
-A100, H100 = device("a100-sxm-80gb"), device("h100-sxm")
+A100, H100, H200 = device("a100-sxm-80gb"), device("h100-sxm"), device("h200-sxm")
 H100_500W = replace(H100, name="H100 of 2.4 TB/s, 500 W", memory_bytes_per_s=2.4e12)
 LLAMA_8B = Decoder(
     layers=32, hidden=4096, heads=32, key_value_heads=8, feed_forward=14336, vocabulary=128_256
@@ -41,6 +46,9 @@ AUTOMODEL = (
     "test",
     "NeMo Automodel, performance summary of 2026-08, H100; kernels of Transformer Engine, Triton, compiled",
 )
+OWN = "test", "docs/performance.md, plain loop on one H200, torch 2.11"
+DECODER = Decoder(layers=16, hidden=2048, heads=16, feed_forward=8192, vocabulary=32_000)
+QWEN_32B = replace(QWEN_7B, layers=64, hidden=5120, heads=40, key_value_heads=8, feed_forward=27648)
 KINDS = ("forward", "backward_input", "backward_weight")
 
 
@@ -94,6 +102,8 @@ def training_lines() -> Iterator[Line]:
     yield from step_lines(AUTOMODEL, "Qwen2.5 7B, LoRA, 1 GPU", H100, (QWEN_7B, lora), 14110.05)
     shared = Run(sequence=8192, checkpointing="full", context_parallel=2)
     yield from step_lines(AUTOMODEL, "Llama3 70B, full, 64 GPUs", H100, (LLAMA_70B, shared), 866.77)
+    own = Run(sequence=1024, microbatch=8, style="own")
+    yield from step_lines(OWN, "decoder of bench/gpu.py, 1 GPU", H200, (DECODER, own), 67_885)
 
 
 def step_lines(
@@ -102,7 +112,7 @@ def step_lines(
     """Yield a line for each style of kernels, and for shares of the peak that attention may reach."""
     model, run = work
     shares = (0.5, 0.7) if machine is A100 else (0.35, 0.6)
-    for style in ("eager", "fused"):
+    for style in dict.fromkeys((run.style, "eager", "fused")):
         for changed in (machine, *(with_attention(machine, share) for share in shares)):
             yield Line(
                 use=source[0],
@@ -118,6 +128,44 @@ def step_lines(
 def with_attention(machine: Device, share: float) -> Device:
     kernels = replace(machine.kernels, attention_share=share, attention_backward_share=round(share * 0.63 / 0.73, 2))
     return replace(machine, kernels=kernels)
+
+
+def pipeline_lines() -> Iterator[Line]:
+    """Yield simulated steps of two pipelines of 4 stages; nobody says whether their forwards ran again."""
+    schedule = lower(build("interleaved-1f1b", ranks=4, microbatches=8, stages_per_rank=8))
+    for style in ("fused", "eager"):
+        for checkpointing in ("none", "full"):
+            run = Run(sequence=4096, lora_rank=16, style=style, checkpointing=checkpointing)
+            costs = layer_costs(works_of(QWEN_32B, run), H100, link=link(H100.link_within_node))
+            makespan_s = simulate(schedule, costs.of_stages([3, *[2] * 30, 3])).makespan_s
+            for row, num_rounds, measured_s in (("8 GPUs", 2, 8.40), ("16 GPUs", 1, 4.48)):
+                yield Line(
+                    use="unknown",
+                    source="NeMo Automodel, performance summary before 2026-04, H100; its configurations are gone",
+                    row=f"Qwen2.5 32B, LoRA, pipeline of 4, {row}",
+                    setting=f"{style}, checkpointing {checkpointing}",
+                    is_named=False,
+                    measured_s=measured_s,
+                    bare_s=num_rounds * makespan_s / CALIBRATION,
+                )
+
+
+def expert_lines() -> Iterator[Line]:
+    """Yield steps of GPT-OSS, whose exchanges between experts the formula does not have."""
+    for row, run, tokens_per_s in [
+        ("GPT-OSS 20B, 8 devices share experts", ExpertRun(layers=24, experts=32, devices=8, microbatch=2), 13_058),
+        ("GPT-OSS 120B, 64 devices share experts", ExpertRun(layers=36, experts=128, devices=64, microbatch=2), 7_626),
+    ]:
+        for machine in (H100, with_attention(H100, 0.35), with_attention(H100, 0.6)):
+            yield Line(
+                use="experts",
+                source=AUTOMODEL[1],
+                row=row,
+                setting=f"fused, attention {machine.kernels.attention_share:.2f}",
+                is_named=machine is H100,
+                measured_s=run.tokens / tokens_per_s,
+                bare_s=seconds(expert_works(run), machine),
+            )
 
 
 def zero_bubble_lines() -> Iterator[Line]:
@@ -190,7 +238,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a JSON file for the lines")
     arguments = parser.parse_args()
-    lines = [*training_lines(), *zero_bubble_lines(), *vocabulary_lines()]
+    lines = [*training_lines(), *pipeline_lines(), *expert_lines(), *zero_bubble_lines(), *vocabulary_lines()]
     source = ""
     for line in lines:
         if line.source != source:

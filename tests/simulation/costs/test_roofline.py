@@ -78,7 +78,8 @@ def test_a_product_with_few_tiles_is_cut_along_its_inner_dimension():
     narrow = Product(rows=256, columns=128, inner=64 * LEAST_INNER, data_type="bfloat16")
     one_multiprocessor_s = narrow.flops / (0.5 * 2e12 / 10)
 
-    assert seconds_of(narrow, DEVICE) < one_multiprocessor_s / 5
+    # Small tiles alone would bring it to a fifth only, since kernels with them are slow.
+    assert seconds_of(narrow, DEVICE) < one_multiprocessor_s / 7
 
 
 def test_a_product_of_which_a_half_is_computed_takes_half():
@@ -114,6 +115,14 @@ def test_costs_are_calibrated_and_carry_the_range_of_public_runs():
     assert (least_s, most_s) == pytest.approx(CALIBRATION_RANGE)
     assert costs.of_stages([1, 1]).seconds_range == costs.seconds_range
     assert costs.source == "roofline of mine x 1.15"
+
+
+def test_attention_of_a_layer_takes_longer_backward():
+    attention = PassWork(products=(replace(PRODUCT, kernel="attention"),))
+
+    costs = costs_of(*[replace(LAYER, forward=attention, backward_input=attention)] * 2)
+
+    assert costs.backward_input[0] == pytest.approx(costs.forward[0] * 0.25 / 0.2)
 
 
 def test_measured_costs_have_no_range():
@@ -181,6 +190,12 @@ def test_work_that_no_formula_covers_is_refused_by_name(layers, told):
 def test_a_device_that_does_not_say_what_kernels_reach_is_refused():
     with pytest.raises(ConfigError, match=r"device: mine does not say what its kernels reach; .*kernels=Kernels\("):
         layer_costs([LAYER], replace(DEVICE, kernels=None), link=LINK)
+
+
+@pytest.mark.parametrize("num_bytes", [-1, math.nan, math.inf])
+def test_bytes_of_an_optimizer_that_are_no_number_are_refused(num_bytes):
+    with pytest.raises(ConfigError, match=r"optimizer_bytes_per_parameter: .* costs are finite and 0 or more"):
+        costs_of(optimizer_bytes_per_parameter=num_bytes)
 
 
 def test_an_exchange_of_no_replica_is_refused():

@@ -18,7 +18,7 @@ from penstock.execute.observing.held_tensors import held_by
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, WeightInputs
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.undocumented import is_function, repeats
+from penstock.execute.undocumented import address_of, is_function, repeats
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import tensors_of
 
@@ -67,7 +67,7 @@ class LayerSizes:
         """Count a tensor whose storage no one had saved yet."""
         part = local_part(tensor)
         storage = part.untyped_storage()
-        if storage.data_ptr() in self._ignored_addresses:
+        if address_of(storage) in self._ignored_addresses:
             return
         # A part of the target is saved as a view of the whole batch, which does not belong to one microbatch.
         is_outside = part.is_leaf and not part.requires_grad
@@ -198,11 +198,12 @@ class SavedTensorTracker:
 
     def _record_storage(self, stage_storages: _StorageRecords, tensor: Tensor) -> _StorageRecord | None:
         storage = local_part(tensor).untyped_storage()
-        if storage.data_ptr() in self._ignored_addresses:
+        address = address_of(storage)
+        if tensor.is_meta or address in self._ignored_addresses:  # a trial run of a cut model has no memory
             return None
-        storage_record = stage_storages.get(storage.data_ptr())
+        storage_record = stage_storages.get(address)
         if storage_record is None:
-            storage_record = stage_storages[storage.data_ptr()] = _StorageRecord(storage.nbytes())
+            storage_record = stage_storages[address] = _StorageRecord(storage.nbytes())
             self._note_new(tensor)
         return storage_record
 
@@ -215,7 +216,7 @@ def _unwrapped(packed: Any) -> Tensor:
 def storages(tree: Any) -> dict[int, int]:
     """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
     tensor_storages = (local_part(tensor).untyped_storage() for tensor in tensors_of(tree))
-    return {storage.data_ptr(): storage.nbytes() for storage in tensor_storages if storage.nbytes()}
+    return {address_of(storage): storage.nbytes() for storage in tensor_storages if storage.nbytes()}
 
 
 class StorageCounter:

@@ -21,7 +21,9 @@ class Product:
     """One matrix product of a kernel: `batch` times [rows, inner] x [inner, columns].
 
     An attention kernel is several products in a row, with the heads of all sequences as their batch. A grouped kernel
-    has as many rows as all of its groups together. A convolution is the product that an im2col would make of it.
+    is a batch of its groups, each with the mean of their rows (for a weight gradient, of their inner dimensions), so
+    that the matrix of every group is read and fills tiles of its own. A convolution is the product that an im2col would
+    make of it.
     """
 
     rows: int

@@ -25,6 +25,7 @@ from penstock.simulation.costs.devices import TYPE_OF_TORCH, Device, Kernels, Li
 from penstock.simulation.costs.layer_costs import LayerCosts
 from penstock.simulation.costs.layer_work import LayerWork, PassWork, Product
 from penstock.simulation.costs.movement import adam_moved_bytes, ring_s
+from penstock.simulation.costs.rules import require_cost
 from penstock.simulation.costs.transformer import BYTES_OF_TYPE
 
 CALIBRATION = 1.15
@@ -69,11 +70,12 @@ def layer_costs(
     master copy. Without an exchange, `replicas.of_replicas` makes costs of any number of replicas from the bytes.
 
     Raises:
-        ConfigError: if there are no layers, a layer has operations without a formula, or the device has no peak for the
-            type of a product or does not say what its kernels reach.
+        ConfigError: if there are no layers, the optimizer's bytes are no number, a layer has operations without a
+            formula, or the device has no peak for the type of a product or does not say what its kernels reach.
     """
     if not work:
         raise ConfigError("is empty; give the work of one layer or more", key="work")
+    require_cost(optimizer_bytes_per_parameter, "optimizer_bytes_per_parameter")
     _require_formulas(work)
     seconds_by_pass: dict[tuple[PassWork, bool], float] = {}
 
