@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from penstock.ir.units import byte_unit, three_digits
 from penstock.run_planning.run_plan import RunLayout, RunPlan
-from penstock.show.text import time_unit
+from penstock.show.text import format_share, time_unit
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
 
 
@@ -17,7 +17,7 @@ def to_table(plan: RunPlan, screen: Screen = NO_SCREEN) -> str:
     )
     unit_s, unit = time_unit(plan.best.step_s)
     bound_text = three_digits(plan.bound.seconds / unit_s)
-    bound = f"bound  {bound_text} {unit}: {plan.bound.name}, any layout that may fit; gap {plan.gap:.1%}"
+    bound = f"bound  {bound_text} {unit}: {plan.bound.name}, any layout that may fit; gap {format_share(plan.gap)}"
     lines = [first, table_text(_columns(plan), list(_rows(plan)), screen), bound, *plan.notes]
     return "\n".join([screen.wrapped(lines[0]), lines[1], *map(screen.wrapped, lines[2:])])
 
@@ -53,7 +53,7 @@ def _rows(plan: RunPlan) -> Iterator[list[str]]:
             _recompute(layout),
             _step(layout, unit_s),
             f"{layout.tokens_per_s:,.0f}",
-            *([] if utilization is None else [f"{utilization:.0%}"]),
+            *([] if utilization is None else [f"{100 * utilization:.0f} %"]),
             f"{three_digits(layout.peak_bytes / unit_bytes)}  rank {layout.planned.fullest_rank}",
         ]
 

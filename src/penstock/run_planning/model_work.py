@@ -37,7 +37,7 @@ class ModelWork:
     def sequence_flops(self) -> float:
         """Return the floating-point operations of forward and backward for one sequence, without what runs again."""
         passes = [getattr(layer, name) for layer in self.of(1, "none") for name in PASSES]
-        return sum(product.flops for layer_pass in passes for product in layer_pass.products)
+        return float(sum(product.flops for layer_pass in passes for product in layer_pass.products))
 
     def _count(self, microbatch_size: int, checkpointing: Kept) -> list[LayerWork]:
         key = (microbatch_size, checkpointing)
