@@ -90,6 +90,7 @@ def test_a_grouped_product_has_the_rows_of_all_groups():
     [
         ("add", "aten", True),
         ("_softmax", "aten", True),
+        ("linalg_vector_norm", "aten", True),
         ("_scaled_mm", "aten", False),
         ("linalg_qr", "aten", False),
         ("_thnn_fused_lstm_cell", "aten", False),

@@ -30,6 +30,8 @@ _COSTLY_WORDS = frozenset(
     ]
 )
 """Words in the names of operations that work more than once over what they read and write."""
+_SINGLE_PASSES = frozenset({"linalg_vector_norm"})
+"""Operations with such a word that pass over their tensors once."""
 _ATTENTION = tuple(
     f"_scaled_dot_product_{kernel}"
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
@@ -48,6 +50,8 @@ def products_of(operation: Operation, arguments: Arguments, outputs: Sequence[Te
 
 
 def _costs_work(operation: Operation) -> bool:
+    if operation.name in _SINGLE_PASSES:
+        return False
     words = operation.name.strip("_").split("_")
     return operation.namespace not in _TORCHS_OWN or any(word in _COSTLY_WORDS or word.endswith("mm") for word in words)
 
