@@ -67,6 +67,10 @@ class ListState(NamedTuple):
     """[num_ranks] the action that each rank would run next, -1 for none."""
     next_s: Any
     """[num_ranks] when this action could start."""
+    left_s: Any
+    """[num_ranks] the seconds of the actions that a rank has yet to run."""
+    most_s: Any
+    """[1] the latest end of a schedule that is of use; one that cannot keep it is given up."""
     is_changed: Any
     """[num_ranks] whether something has happened on a rank or beside it since its next action was chosen."""
 
@@ -87,6 +91,8 @@ class ListState(NamedTuple):
             missing_bytes=np.zeros(num_ranks, np.int64),
             next_action=np.zeros(num_ranks, np.int64),
             next_s=np.zeros(num_ranks),
+            left_s=np.zeros(num_ranks),
+            most_s=np.full(1, NEVER_S),
             is_changed=np.zeros(num_ranks, np.bool_),
         )
 
@@ -194,6 +200,9 @@ def _reset(columns: Columns, state: ListState, timing: Timing) -> None:
     timing.link_free_s[:] = 0.0
     state.num_run[:] = 0
     state.is_changed[:] = True
+    state.left_s[:] = 0.0
+    for action in range(len(columns.rank)):
+        state.left_s[columns.rank[action]] += columns.seconds[action]
     for rank in range(len(timing.free_s)):
         _find_oldest(
             rank,
@@ -210,9 +219,10 @@ def fill_sequence(columns: Columns, state: ListState, timing: Timing, sequence: 
     """Put actions into `sequence` one after another, always the one that can start first; return how many there are.
 
     Each rank chooses what it would run next by the rules of the setting; of all ranks, the one that starts first runs.
-    A return below the number of all actions means that memory leaves no rank anything to run. `timing` then has when
-    ranks are free, and results are there. The number of an action is (plane x stages + stage) x microbatches +
-    microbatch; a plane is a kind: forward, input gradient or weight gradient.
+    A return below the number of all actions means that memory leaves no rank anything to run; below 0, that a rank
+    cannot end by `state.most_s`. `timing` then has when ranks are free, and when results are there. The number of an
+    action is (plane x stages + stage) x microbatches + microbatch; a plane is a kind: forward, input gradient or
+    weight gradient.
 
     Each column is a variable of its own, and helpers get single columns: compiled code counts references to each column
     that it takes from a tuple, and would take seven times as long if it did so for every action.
@@ -223,7 +233,7 @@ def fill_sequence(columns: Columns, state: ListState, timing: Timing, sequence: 
     prefers_inputs, waits_for_share, deep_first = state.prefers_inputs, state.waits_for_share, state.deep_first
     num_run, oldest, missing_bytes, is_changed = state.num_run, state.oldest, state.missing_bytes, state.is_changed
     next_action, next_s, free_s, held_bytes = state.next_action, state.next_s, timing.free_s, timing.held_bytes
-    arrival_s, link_free_s = timing.arrival_s, timing.link_free_s
+    arrival_s, link_free_s, left_s, most_s = timing.arrival_s, timing.link_free_s, state.left_s, state.most_s[0]
     num_microbatches = len(sequence) // num_run.size
     _reset(columns, state, timing)
     for count in range(len(sequence)):
@@ -263,6 +273,9 @@ def fill_sequence(columns: Columns, state: ListState, timing: Timing, sequence: 
         sequence[count] = action
         num_run[plane, stage] += 1
         free_s[rank] = ready_s = start_s + seconds[action]
+        left_s[rank] -= seconds[action]
+        if ready_s + left_s[rank] > most_s:
+            return -1
         held_bytes[rank] += taken_bytes[action] - freed_bytes[action]
         link = links[action]
         if link >= 0:

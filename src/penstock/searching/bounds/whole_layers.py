@@ -187,7 +187,7 @@ def _may_fit(capacity: Floats, loads: Floats, light: Floats, units: Floats) -> b
     is_possible = (room >= 0).all(axis=1) & (room.sum(axis=1) >= light.sum())
     for unit in units:
         rooms = np.floor(room / unit * (1 + ROUNDING))
-        is_possible &= rooms.sum(axis=1) >= np.floor(light / unit * (1 - ROUNDING)).sum()
+        is_possible &= rooms.sum(axis=1) >= np.floor(light / unit).sum()
     return bool(is_possible.any())
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from penstock.ir.hot import Hot
 from penstock.searching.fitting import Split
-from penstock.searching.joint.splits import Ranges, Splits
-from penstock.searching.listing import DECODER, ListState, Setting, fill_sequence
+from penstock.searching.joint.splits import Ranges, Splits, fill_stage
+from penstock.searching.listing import DECODER, NEVER_S, ListState, Setting, fill_sequence
 from penstock.searching.moves import CHANCE_STEPS, MEAN_END_WEIGHT, draw
 from penstock.searching.problem import Ints
 from penstock.searching.sequences import Columns, Timing
@@ -30,6 +30,10 @@ STUCK_S = 1e200
 WAIT_SHARES = tuple(map(float, WAITS))
 """The shares of a W by which it may hold back what comes, by their number in a choice."""
 NUM_WAITS = len(WAIT_SHARES)
+LOST_ON_THE_WAY = 20
+"""The share of all actions by which a trial may run fewer than the one before, while none comes to its end: 1 / 20."""
+ROUNDING = 1e-12
+"""The share by which sums of seconds may be wrong."""
 MOST_STEP = 2
 """The most by which a number of microbatches under way changes."""
 
@@ -89,7 +93,7 @@ class Annealing:
     def __init__(self, splits: Splits, *, seed: int, may_recompute: bool) -> None:
         placement, num_stages = splits.placement, splits.placement.num_stages
         problem = splits.problem_of(splits.even_split)
-        self._columns = Columns.of(problem)._replace(
+        self.columns = Columns.of(problem)._replace(
             **{name: getattr(problem, name).copy() for name in ("seconds", "lag_s", "wire_s", "limit")},
             taken_bytes=problem.taken_bytes.copy(),
             freed_bytes=problem.freed_bytes.copy(),
@@ -114,12 +118,12 @@ class Annealing:
             trial=row.copy(),
             best=row.copy(),
             filled=np.full((3, num_stages), -1, np.int64),
-            cost_s=np.full(2, np.inf),
+            cost_s=np.full(2, NEVER_S),
             random=self._random,
             most_bytes=self.most_bytes,
         )
         options = num_trials, float(temperature_s), self._may_recompute
-        columns = self._columns, self._state, self._timing, self._sequence
+        columns = self.columns, self._state, self._timing, self._sequence
         _ANNEAL.compiled(self._splits.ranges, *columns, trials, *options)
         return Choice(trials.best, num_stages, float(trials.cost_s[1]))
 
@@ -156,28 +160,6 @@ def _change(trial: Any, num_stages: int, num_ranks: int, num_layers: int, random
     return True
 
 
-def _fill_stage(ranges: Ranges, columns: Columns, stage: int, start: int, stop: int, recomputes: int) -> None:
-    """Fill in what the actions of a stage take that has these layers, and what its messages take."""
-    num_microbatches = len(ranges.seconds_factor)
-    num_stages = len(columns.rank) // num_microbatches // 3
-    for plane in range(3):
-        seconds = ranges.seconds[recomputes, plane, start, stop]
-        taken_bytes = ranges.taken_bytes[recomputes, plane, start, stop]
-        freed_bytes = ranges.freed_bytes[recomputes, plane, start, stop]
-        launches = 1 + recomputes if plane == 1 else 1
-        # An F takes the output of the stage before, and sends its own; an I takes and sends the gradients of these.
-        received = ranges.output_bytes[start if plane == 0 else stop]
-        sent = ranges.output_bytes[stop if plane == 0 else start]
-        for microbatch in range(num_microbatches):
-            action = (plane * num_stages + stage) * num_microbatches + microbatch
-            factor = ranges.bytes_factor[microbatch]
-            columns.seconds[action] = seconds * ranges.seconds_factor[microbatch] + launches * ranges.launch_s
-            columns.taken_bytes[action] = round(taken_bytes * factor)
-            columns.freed_bytes[action] = round(freed_bytes * factor)
-            columns.lag_s[action] = ranges.latency_s[action] + received * factor * ranges.lag_s_per_byte[action]
-            columns.wire_s[action] = sent * factor * ranges.wire_s_per_byte[action]
-
-
 def _fill(ranges: Ranges, columns: Columns, state: ListState, trials: Trials) -> None:
     """Fill in what a trial takes and holds, and its setting."""
     num_stages, num_ranks = len(state.stages), len(columns.limit)
@@ -193,25 +175,34 @@ def _fill(ranges: Ranges, columns: Columns, state: ListState, trials: Trials) ->
         columns.limit[columns.rank[stage * len(ranges.seconds_factor)]] -= ranges.static_bytes[start, stop]
         filled = trials.filled
         if filled[0, stage] != start or filled[1, stage] != stop or filled[2, stage] != recomputes:
-            _fill_stage(ranges, columns, stage, start, stop, recomputes)
+            fill_stage(ranges, columns, stage, start, stop, recomputes)
             filled[0, stage] = start
             filled[1, stage] = stop
             filled[2, stage] = recomputes
 
 
-def _cost_of(columns: Columns, state: ListState, timing: Timing, sequence: Any) -> float:
-    """Return what a trial costs: the makespan, and a little of the mean end of ranks.
+def _cost_of(columns: Columns, state: ListState, timing: Timing, sequence: Any, most_s: float) -> float:
+    """Return what a trial costs: the makespan, and a little of the mean end of ranks; NEVER_S for more than `most_s`.
 
     A schedule that memory ends before its time costs more than any that comes to its end, the less it has run the more.
     """
+    num_ranks = len(timing.free_s)
+    # No rank ends before its work is done: so much of the mean is sure before a schedule is made.
+    work_s = 0.0
+    for action in range(len(sequence)):
+        work_s += columns.seconds[action]
+    most_makespan_s = (most_s - MEAN_END_WEIGHT * work_s / num_ranks) * (1 + ROUNDING) + columns.launch_s
+    state.most_s[0] = most_makespan_s
     count = fill_sequence(columns, state, timing, sequence)
-    total_s, last_s = 0.0, 0.0
-    for rank in range(len(timing.free_s)):
-        total_s += timing.free_s[rank]
-        last_s = max(last_s, timing.free_s[rank])
+    if count < 0:
+        return NEVER_S
     if count < len(sequence):
         return STUCK_S * (len(sequence) - count)
-    return last_s - columns.launch_s + MEAN_END_WEIGHT * total_s / len(timing.free_s)
+    total_s, last_s = 0.0, 0.0
+    for rank in range(num_ranks):
+        total_s += timing.free_s[rank]
+        last_s = max(last_s, timing.free_s[rank])
+    return last_s - columns.launch_s + MEAN_END_WEIGHT * total_s / num_ranks
 
 
 def _anneal(
@@ -234,8 +225,10 @@ def _anneal(
             if not is_choice:
                 continue
         _fill(ranges, columns, state, trials)
-        cost_s = _cost_of(columns, state, timing, sequence)
         lost_s = temperature_s * (1.0 - number / num_trials) * draw(trials.random, CHANCE_STEPS) / CHANCE_STEPS
+        if trials.cost_s[0] >= STUCK_S:  # on the way to what fits, a little may be lost as well
+            lost_s = STUCK_S * draw(trials.random, 1 + len(sequence) // LOST_ON_THE_WAY)
+        cost_s = _cost_of(columns, state, timing, sequence, trials.cost_s[0] + lost_s)
         if cost_s <= trials.cost_s[0] + lost_s:
             trials.cost_s[0] = cost_s
             trials.current[:] = trials.trial
@@ -244,5 +237,5 @@ def _anneal(
             trials.best[:] = trials.trial
 
 
-_HELPERS = (_change, _fill, _fill_stage, _cost_of, draw)
+_HELPERS = (_change, _fill, fill_stage, _cost_of, draw)
 _ANNEAL = Hot(_anneal, *_HELPERS, *DECODER, inlines=True)

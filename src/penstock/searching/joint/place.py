@@ -83,6 +83,7 @@ class Place:
         if self.best is None or choice.cost_s < self.best.cost_s:
             self.best = choice
         if choice.cost_s >= STUCK_S:
+            self._give_back_room()
             return None
         problem = self._problem(choice.split, choice.recomputed)
         sequence = list_schedule(problem, choice.setting)
@@ -96,29 +97,33 @@ class Place:
             return None
         return candidate if candidate.fits else None
 
-    def families(self, split: Split | None = None) -> Iterator[Candidate]:
-        """Yield families: with a split, or with the balanced one or, where they do not fit so, one in which they do."""
-        placement, most_bytes = self.splits.placement, self.splits.most_bytes
-        problem = self._problem(split or self.balanced)
-        for schedule in families_of([placement], self.splits.num_microbatches):
-            sequence = sequence_of(schedule)
-            candidate = Candidate.of(problem, sequence, "family", by_span=False, family=schedule)
-            if split is None and most_bytes is not None and not self._fits_with_messages(candidate):
-                costs = self.splits.layer_costs
-                fitting = fitting_split(costs, lower(schedule), most_bytes, costs.shards).split
-                if fitting is None:
-                    continue
-                candidate = Candidate.of(self._problem(fitting), sequence, "family", by_span=False, family=schedule)
-            yield candidate
+    def _give_back_room(self) -> None:
+        """Give back half of what was taken off the limit for messages, which may have been more than others need."""
+        most_bytes = self.splits.most_bytes
+        if most_bytes is not None:
+            self.annealing.most_bytes += (most_bytes - self.annealing.most_bytes) // 2
+
+    def families(self, split: Split) -> Iterator[Candidate]:
+        """Yield every family of the placement with a split, whether it fits or not."""
+        problem = self._problem(split)
+        for schedule in families_of([self.splits.placement], self.splits.num_microbatches):
+            yield Candidate.of(problem, sequence_of(schedule), "family", by_span=False, family=schedule)
+
+    def resplit(self, family: Candidate) -> Candidate | None:
+        """Return a family with another split, in which it fits with its messages; None where none was found."""
+        costs, most_bytes = self.splits.layer_costs, self.splits.most_bytes
+        assert family.family is not None
+        assert most_bytes is not None
+        split = fitting_split(costs, lower(family.family), most_bytes, costs.shards).split
+        if split is None:
+            return None
+        return Candidate.of(self._problem(split), family.sequence, "family", by_span=False, family=family.family)
 
     def known_orders(self, split: Split) -> list[Candidate]:
         """Return the families with a split, and one microbatch at a time, which needs least memory."""
         problem, alone = self._problem(split), one_at_a_time(self.splits.placement, self.splits.num_microbatches)
         slowest = Candidate.of(problem, sequence_of(alone), "list", by_span=False)
-        return [slowest, *self.families(split)]
-
-    def _fits_with_messages(self, candidate: Candidate) -> bool:
-        return candidate.fits and not excess_bytes(candidate, self.question_of(candidate.problem)).any()
+        return [*self.families(split), slowest]
 
     def question_of(self, problem: Problem) -> Question:
         """Return the question of one split: its costs, and the limit."""

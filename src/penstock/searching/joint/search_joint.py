@@ -31,8 +31,8 @@ from penstock.searching.moves import Moves
 from penstock.searching.question import ANY, PLACEMENTS, require_number
 from penstock.searching.question import place as place_stages
 from penstock.searching.result import OPTIMAL_GAP, Progress, SearchResult
+from penstock.searching.sequences import run
 from penstock.searching.split_orders import split_within
-from penstock.simulation.costs.costs import Costs
 from penstock.simulation.costs.layer_costs import LayerCosts
 
 STAGES_PER_RANK = (1, 2, 3, 4)
@@ -50,7 +50,7 @@ TEMPERATURES = (0.01, 0.004, 0.01, 0.002)
 """The temperatures at which long runs begin, in turns, as shares of the bound."""
 NUM_MOVED = 4
 """How many orders are improved by moves."""
-MOST_FINALISTS = 24
+MOST_FINALISTS = 8
 NUM_FAMILIES = 4
 """How many families are among the finalists."""
 
@@ -99,11 +99,7 @@ def search_joint(
     _compile(places[0])
     search = _JointSearch(places, bound, Budget(seconds, evaluations), progress)
     result = search.run()
-    costs_of_placement: dict[Placement, Costs | LayerCosts] = {
-        place.splits.placement: replace(costs, split=place.balanced) for place in places
-    }
-    costs_of_placement[result.placement] = replace(costs, split=result.split)
-    certify(result, costs_of_placement, memory_limit, per_action=False)
+    certify(result, {result.placement: replace(costs, split=result.split)}, memory_limit, per_action=False)
     return result
 
 
@@ -179,7 +175,7 @@ def _placements(name: str, ranks: int, num_layers: int, stages_per_rank: int | N
 def _compile(first: Place) -> None:
     """Compile all loops, which takes seconds on first use."""
     first.annealing.run(first.rows()[0], 1, 0.0)
-    candidate = next(iter(first.families()), None)
+    candidate = next(first.families(first.balanced), None)
     if candidate is not None:
         Moves(candidate.problem, 0).improve(candidate.sequence, candidate.sequence, math.inf, 1, 0.0)
 
@@ -232,9 +228,10 @@ class _JointSearch:
             self._progress(Progress(self._budget.elapsed_s, self._best_s, self._bound.seconds))
 
     def _start(self) -> None:
+        """Time the families of every placement with the balanced split."""
         for place in self._places:
-            families = [candidate for candidate in place.families() if candidate.fits]
-            self._families += [(place, candidate) for candidate in families]
+            families = list(place.families(place.balanced))
+            self._families += [(place, family) for family in families]
             self._budget.spent += len(families)
             self._report(min(map(by_objective, families), default=math.inf))
 
@@ -282,17 +279,27 @@ class _JointSearch:
 
         The families with its split are looked at too: no family of the result's own split may be shorter.
         """
+        self._resplit_families()
         families = sorted(self._families, key=lambda pair: pair[1].objective_s)[:NUM_FAMILIES]
         searched = sorted(self._searched, key=lambda pair: pair[1].objective_s)[:MOST_FINALISTS]
         finalists = self._finalists([*searched, *families])
         if not finalists and was_interrupted:
             raise KeyboardInterrupt
         if not finalists:
-            finalists = self._finalists([self._last_resort()])
+            finalists = self._finalists(self._last_resort())
         place, best = _shortest(finalists)
         _, split = place.split_of_problem[id(best.candidate.problem)]
         same_split = [(place, family) for family in place.families(split)]
         return _shortest([(place, best), *self._finalists(same_split)])
+
+    def _resplit_families(self) -> None:
+        """Give families that do not fit another split, where with the balanced one they would be the shortest."""
+        for place, family in self._families if self._places[0].limit is not None else ():
+            if family.fits or run(family.problem, family.sequence).makespan_s >= self._best_s:
+                continue
+            candidate = place.resplit(family)
+            if candidate is not None:
+                self._searched.append((place, candidate))
 
     def _finalists(self, candidates: Sequence[tuple[Place, Candidate]]) -> list[tuple[Place, Finalist]]:
         """Lower, prove and simulate candidates; leave out what breaks the limit."""
@@ -303,15 +310,15 @@ class _JointSearch:
             finalists += [(place, finalist) for finalist in found]
         return finalists
 
-    def _last_resort(self) -> tuple[Place, Candidate]:
-        """Return an order that is known to fit. Raises: ScheduleError: none is; it names what needs least."""
+    def _last_resort(self) -> list[tuple[Place, Candidate]]:
+        """Return known orders, one of which fits. Raises: ScheduleError: none does; it names what needs least."""
         first = self._places[0].splits
         limit = self._places[0].limit
         assert limit is not None, "without a limit, every order fits"
         placements = [place.splits.placement for place in self._places]
         placement, split = split_within(first.layer_costs, placements, first.num_microbatches, limit)
         place = next(place for place in self._places if place.splits.placement == placement)
-        return place, min(place.known_orders(split), key=by_objective)
+        return [(place, order) for order in place.known_orders(split)]
 
 
 def _shortest(finalists: Sequence[tuple[Place, Finalist]]) -> tuple[Place, Finalist]:

@@ -11,16 +11,17 @@ before the gradient has come: the plan that is proved at the end is no longer th
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.live import whole_bytes
 from penstock.ir.operations import Kind
 from penstock.placement import Placement
 from penstock.searching.fitting import Split
-from penstock.searching.problem import INPUT, Bytes, Problem
+from penstock.searching.problem import FORWARD, INPUT, Bytes, Problem
+from penstock.searching.sequences import Columns
 from penstock.simulation.costs.costs import STATIC_BYTES, Costs
 from penstock.simulation.costs.layer_costs import LayerCosts
 
@@ -77,28 +78,13 @@ class Splits:
             sizes = costs.stage_bytes(self.placement, self.num_microbatches)
             limit = self.most_bytes if most_bytes is None else most_bytes
             problem = replace(problem, limit=limit - sizes.static_of_ranks(self.placement))
-        if not recomputed:
-            return problem
-        columns = {name: getattr(problem, name).copy() for name in ("seconds", "taken_bytes", "freed_bytes")}
-        stops = np.cumsum(split)
-        for stage in recomputed:
-            actions = np.arange(self.num_microbatches) + stage * self.num_microbatches
-            for plane in range(NUM_PLANES):
-                rows = actions + plane * self.num_microbatches * self.placement.num_stages
-                values = self._of_range(plane, int(stops[stage]) - split[stage], int(stops[stage]))
-                for column, value in zip(columns.values(), values, strict=True):
-                    column[rows] = value
-        return replace(problem, **columns, recomputed_stages=recomputed)
-
-    def _of_range(self, plane: int, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return what an action of a stage that recomputes takes: seconds, bytes taken and freed, per microbatch."""
-        ranges = self.ranges
-        seconds = ranges.seconds[1, plane, start, stop] * ranges.seconds_factor + ranges.launch_s
-        if plane == INPUT:
-            seconds += ranges.launch_s  # that of R
-        taken = whole_bytes(ranges.taken_bytes[1, plane, start, stop] * ranges.bytes_factor)
-        freed = whole_bytes(ranges.freed_bytes[1, plane, start, stop] * ranges.bytes_factor)
-        return seconds, taken, freed
+        names = ("seconds", "taken_bytes", "freed_bytes", "lag_s", "wire_s")
+        filled: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
+        columns = Columns.of(problem)._replace(**filled)
+        starts = np.cumsum([0, *split]).tolist()
+        for stage, (start, stop) in enumerate(pairwise(starts)):
+            fill_stage(self.ranges, columns, stage, start, stop, int(stage in recomputed))
+        return replace(problem, **filled, recomputed_stages=recomputed)
 
     @cached_property
     def ranges(self) -> Ranges:
@@ -147,6 +133,32 @@ class Splits:
         num_stages = self.placement.num_stages
         rest = self.layer_costs.num_layers - num_stages + 1
         return (rest, *[1] * (num_stages - 1))
+
+
+def fill_stage(ranges: Ranges, columns: Columns, stage: int, start: int, stop: int, recomputes: int) -> None:
+    """Fill in what the actions of a stage take that has these layers, and what its messages take.
+
+    A list schedule breaks ties by sums of seconds: only columns with the same last digits give the same one again. So
+    all columns come from here, in compiled code and outside of it.
+    """
+    num_microbatches = len(ranges.seconds_factor)
+    num_stages = len(columns.rank) // num_microbatches // NUM_PLANES
+    for plane in range(NUM_PLANES):
+        seconds = ranges.seconds[recomputes, plane, start, stop]
+        taken_bytes = ranges.taken_bytes[recomputes, plane, start, stop]
+        freed_bytes = ranges.freed_bytes[recomputes, plane, start, stop]
+        launches = 1 + recomputes if plane == INPUT else 1
+        # An F takes the output of the stage before, and sends its own; an I takes and sends the gradients of these.
+        received = ranges.output_bytes[start if plane == FORWARD else stop]
+        sent = ranges.output_bytes[stop if plane == FORWARD else start]
+        for microbatch in range(num_microbatches):
+            action = (plane * num_stages + stage) * num_microbatches + microbatch
+            factor = ranges.bytes_factor[microbatch]
+            columns.seconds[action] = seconds * ranges.seconds_factor[microbatch] + launches * ranges.launch_s
+            columns.taken_bytes[action] = round(taken_bytes * factor)
+            columns.freed_bytes[action] = round(freed_bytes * factor)
+            columns.lag_s[action] = ranges.latency_s[action] + received * ranges.lag_s_per_byte[action]
+            columns.wire_s[action] = sent * ranges.wire_s_per_byte[action]
 
 
 def _sums(of_layers: NDArray[Any]) -> NDArray[Any]:
