@@ -27,7 +27,8 @@ def test_annealing_begins_with_the_balanced_split():
 
 
 def test_families_that_do_not_fit_with_the_balanced_split_get_another_one():
-    place = place_of(480, costs=layers(1, activation_bytes=[100, *[1] * 7, 100], message_bytes=[2]))
+    sizes = {"activation_bytes": [100, *[1] * 7, 100], "weight_context_bytes": [1] * 9, "message_bytes": [2]}
+    place = place_of(480, costs=layers(1, **sizes))
     families = list(place.families(place.balanced))
     unfitting = [family for family in families if not family.fits]
 
