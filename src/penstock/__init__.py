@@ -48,6 +48,7 @@ _NAMES = {
     "penstock.proofs": "check",
     "penstock.run_planning.plan_run": "plan_run",
     "penstock.schedules": "build",
+    "penstock.searching.joint.search_joint": "search_joint",
     "penstock.searching.search": "search",
     "penstock.show.picture": "draw",
     "penstock.simulation": "Costs LayerCosts simulate",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.live import changes_of_rows, one_each
 from penstock.ir.operations import Kind
+from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.simulation.channels import Lags, Wires
@@ -57,6 +58,8 @@ class Problem:
     """[num_ranks] the most bytes that each rank may hold."""
     launch_s: float
     """The seconds of a launch, which runs before an action starts and counts among the action's seconds."""
+    recomputed_stages: tuple[int, ...] = ()
+    """The stages whose forwards run again, each right before its I, which counts the seconds of both."""
 
     @property
     def num_actions(self) -> int:
@@ -121,7 +124,8 @@ class Problem:
         plane, stage, microbatch = np.unravel_index(sequence, shape)
         rows = np.stack([np.array(PLANES)[plane], stage, microbatch], axis=1)
         orders = [rows[self.rank[sequence] == rank] for rank in range(self.num_ranks)]
-        return Schedule.from_arrays(name, self.placement, orders, num_microbatches=self.num_microbatches)
+        schedule = Schedule.from_arrays(name, self.placement, orders, num_microbatches=self.num_microbatches)
+        return with_recompute(schedule, self.recomputed_stages) if self.recomputed_stages else schedule
 
 
 def numbers_of_rows(table: Schedule) -> NDArray[np.int64]:
