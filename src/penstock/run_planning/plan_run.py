@@ -13,6 +13,7 @@ from penstock.run_planning.model_work import ModelWork
 from penstock.run_planning.run_plan import RunPlan
 from penstock.searching.layouts.choosing import choose_layouts
 from penstock.searching.layouts.problem import LayoutQuestion
+from penstock.searching.layouts.searched import search_layout
 from penstock.simulation.costs.devices import device as device_of
 from penstock.simulation.costs.layer_costs import LayerCosts
 from penstock.train.settings.config import RunConfig, load_config
@@ -70,7 +71,7 @@ def plan_run(
         choices=source.choices,
         seconds_range=source.seconds_range,
     )
-    chosen = choose_layouts(question, seconds=seconds, tell=say)
+    chosen = choose_layouts(question, search=search_layout, seconds=seconds, tell=say)
     peak_flops_per_s = 0.0 if device is None else device_of(device).bf16_flops_per_s
     reserve = f"; reserve {RESERVE_BYTES / 1e9:.1f} GB assumed" if device is not None else ""
     notes = (f"bytes  {source.bytes_note}{reserve}", f"time   {source.time_note}", NOT_PLANNED)

@@ -1,19 +1,21 @@
 """Seconds that no order of a layout goes below, and bytes that its fullest rank holds at least.
 
-    work       the mean over the ranks: their work, and the least that later ones wait for their first microbatch
-    layer      the rank of one layer computes it for every microbatch, behind all layers before it
+    seconds    those of whole layers on the ranks (`bounds.whole_layers`), with the update of the weights as more work
     bytes      the mean over the ranks of what is always there; and of one layer, with what its backward needs
 
 Both hold for every split, placement and order, and with stages that run again: so a layout whose bound lies above a
 step that is known need not be looked at.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.lowering import OPTIMIZER
+from penstock.searching.bounds import Bound
+from penstock.searching.bounds.whole_layers import whole_layer_bound
 from penstock.searching.layouts.problem import LayoutProblem
+from penstock.simulation.costs.layer_costs import LayerCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +33,36 @@ class LayoutBound:
 
 def bound_of(problem: LayoutProblem) -> LayoutBound:
     """Return the bounds of a layout."""
-    seconds, name = max((work_s(problem), "work"), (layer_s(problem), "one layer"))
-    return LayoutBound(seconds, name, least_bytes(problem))
+    bound = least_seconds(problem)
+    return LayoutBound(bound.seconds, bound.name, least_bytes(problem))
 
 
-def work_s(problem: LayoutProblem) -> float:
-    """Return the mean seconds of a rank: its work, its update, and what it waits for its first microbatch.
+def least_seconds(problem: LayoutProblem) -> Bound:
+    """Return the largest bound of the seconds of a step.
 
-    The rank that begins as number k waits for the forwards of k layers at least.
+    A rank updates its weights behind its last backward: as if the W of each microbatch took its share of the update
+    longer. With that, memory bounds nothing, since the bytes of a microbatch are not held for longer.
     """
-    layout = problem.layout
-    forward = problem.of_layers("forward")
-    waits_s = float(np.cumsum(forward)[: layout.pipeline - 1].sum())
-    work = layout.microbatches * float(problem.seconds.sum()) + float(problem.of_layers("optimizer").sum())
-    return (work + waits_s) / layout.pipeline
+    layout, costs = problem.layout, problem.resident_costs
+    if not costs.backward_input:
+        costs = replace(costs, backward_input=costs.backward, backward_weight=(0.0,), backward=())
+    updates = problem.of_layers("optimizer") / layout.microbatches
+    shape = (layout.pipeline, layout.microbatches)
+    bounds = (
+        whole_layer_bound(_with_updates(costs, updates), *shape),
+        whole_layer_bound(costs, *shape, memory_limit=problem.limit_bytes if any(costs.activation_bytes) else None),
+    )
+    return max(bounds, key=lambda bound: bound.seconds)
 
 
-def layer_s(problem: LayoutProblem) -> float:
-    """Return the most that one layer takes: its work for every microbatch, behind the forwards of those before it."""
-    forward = problem.of_layers("forward")
-    behind_s = np.cumsum(forward) - forward
-    return float((behind_s + problem.layout.microbatches * problem.seconds).max())
+def _with_updates(costs: LayerCosts, updates: np.ndarray[tuple[int], np.dtype[np.float64]]) -> LayerCosts:
+    """Return costs whose backwards of weights, and whole backwards, take so many seconds longer by layer."""
+
+    def longer(entries: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple((np.array(entries) + updates).tolist())
+
+    backward = longer(costs.backward) if costs.backward else ()
+    return replace(costs, backward_weight=longer(costs.backward_weight), backward=backward)
 
 
 def least_bytes(problem: LayoutProblem) -> int:
