@@ -8,7 +8,6 @@ of a layer. Of each kind one layer runs its backwards, for all of them.
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -70,6 +69,8 @@ class Walk:
         self._work_by_kind: dict[Hashable, KindWork] = {}
         self._kept_beside: dict[int, int] = {}
         """Bytes that layers keep beside what autograd saves, by the place of the layer."""
+        self._trained_ids: set[int] = set()
+        """Ids of the parameters to which any layer brings a gradient; the fakes of all layers are held."""
 
     def works(self, layers_of_stage: Sequence[range]) -> list[LayerWork]:
         """Return the work of all layers, which these stages hold."""
@@ -129,17 +130,26 @@ class Walk:
     def _kind_work(self, forward: _Forward) -> KindWork:
         if forward.kind not in self._work_by_kind:
             with _naming(forward.call.name):
-                self._give_gradients(forward.call.module)
+                self._give_gradients(forward.call.module.parameters())
                 self._work_by_kind[forward.kind] = work_of(forward.call)
         kind = self._work_by_kind[forward.kind]
-        self._give_gradients(forward.call.module, kind.gets_gradient)
+        parameters = list(forward.call.module.parameters())
+        self._trained_ids |= {
+            id(parameter)
+            for parameter, gets_gradient in zip(parameters, kind.gets_gradient, strict=True)
+            if gets_gradient
+        }
+        self._give_gradients([parameter for parameter in parameters if id(parameter) in self._trained_ids])
+        for parameter in parameters:
+            if id(parameter) not in self._trained_ids:
+                parameter.grad = None
         return kind
 
-    def _give_gradients(self, module: nn.Module, gets_gradient: Iterable[bool] = repeat(True)) -> None:
-        """Let parameters have gradients, as after an earlier microbatch, but for those that get none."""
-        for parameter, has_gradient in zip(module.parameters(), gets_gradient, strict=False):
+    def _give_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let parameters have gradients, as after an earlier microbatch."""
+        for parameter in parameters:
             if parameter.requires_grad:
-                parameter.grad = self._fake_layers.like(parameter) if has_gradient else None
+                parameter.grad = self._fake_layers.like(parameter)
 
 
 def _layer_work(call: LayerCall, kind: KindWork, sizes: dict[str, int], kept_beside: int) -> LayerWork:

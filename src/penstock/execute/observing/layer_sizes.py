@@ -57,7 +57,8 @@ class LayerSizes:
         self._saved_bytes.clear()
         with ExitStack() as stack:
             for layer, module in self._layers.items():
-                pre_hook = module.register_forward_pre_hook(partial(attempt, self._begin, layer))
+                begin = partial(attempt, self._begin, layer)
+                pre_hook = module.register_forward_pre_hook(begin, with_kwargs=True)
                 forward_hook = module.register_forward_hook(partial(attempt, self._end, layer, note_outputs))
                 stack.callback(pre_hook.remove)
                 stack.callback(forward_hook.remove)
@@ -123,8 +124,9 @@ class LayerSizes:
             for parameter in self._layers[layer].parameters()
         }
 
-    def _begin(self, layer: int, module: nn.Module, inputs: Any) -> None:
+    def _begin(self, layer: int, module: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> None:
         self._layer = layer
+        self._ignored_addresses.update(storages(dict(keywords)))
         if layer == 0:
             self._ignored_addresses.update(storages(inputs))
         else:
