@@ -113,14 +113,19 @@ def _oldest_microbatch(state: _State, rank: int) -> int:
     return int(oldest)
 
 
-def _missing_bytes(columns: Any, state: _State, rank: int, microbatch: int) -> int:
-    """Return the bytes that the F of a microbatch have yet to take on a rank."""
-    num_bytes = 0
+def _fit_behind(columns: Any, state: _State, rank: int, microbatch: int, held_bytes: int) -> bool:
+    """Whether a rank that holds so many bytes can run the F of a microbatch that have yet to run, and a backward.
+
+    They run one after another, so that each takes its workspace when the one before has given its own back.
+    """
     for index in range(state.offsets[rank], state.offsets[rank + 1]):
         stage = state.stages[index]
         if microbatch < state.num_microbatches and state.num_run[FORWARD_PLANE, stage] <= microbatch:
-            num_bytes += columns.taken_bytes[stage * state.num_microbatches + microbatch]
-    return int(num_bytes)
+            action = stage * state.num_microbatches + microbatch
+            if held_bytes + columns.room_bytes[action] > columns.limit[rank]:
+                return False
+            held_bytes += columns.taken_bytes[action] - columns.freed_bytes[action]
+    return True
 
 
 def _may_forward(columns: Columns, state: _State, timing: Timing, rank: int, stage: int, action: int) -> bool:
@@ -128,13 +133,16 @@ def _may_forward(columns: Columns, state: _State, timing: Timing, rank: int, sta
     microbatch = state.num_run[FORWARD_PLANE, stage]
     if microbatch - state.num_run[INPUT_PLANE, stage] >= state.most_under_way[stage]:
         return False
-    held_bytes = timing.held_bytes[rank] + columns.taken_bytes[action]
-    if held_bytes > columns.limit[rank]:
+    held_bytes = timing.held_bytes[rank]
+    if held_bytes + columns.taken_bytes[action] > columns.limit[rank]:
         return False
     oldest = _oldest_microbatch(state, rank)
     if microbatch <= oldest:
         return True
-    return bool(held_bytes + _missing_bytes(columns, state, rank, oldest) <= columns.limit[rank])
+    if held_bytes + columns.room_bytes[action] > columns.limit[rank]:
+        return False
+    kept_bytes = columns.taken_bytes[action] - columns.freed_bytes[action]
+    return _fit_behind(columns, state, rank, oldest, held_bytes + kept_bytes)
 
 
 def _ready_s(columns: Columns, state: _State, timing: Timing, plane: int, stage: int, rank: int) -> float:
@@ -228,5 +236,5 @@ def _fill_sequence(columns: Columns, state: _State, timing: Timing, sequence: An
     return len(sequence)
 
 
-_HELPERS = (_find_next, _choose_plane, _ready_s, _may_forward, _missing_bytes, _oldest_microbatch)
+_HELPERS = (_find_next, _choose_plane, _ready_s, _may_forward, _fit_behind, _oldest_microbatch)
 _LIST = Hot(_fill_sequence, *_HELPERS, earliest_s, put, clear)
