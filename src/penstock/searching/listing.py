@@ -62,7 +62,7 @@ class ListState(NamedTuple):
     oldest: Any
     """[num_ranks] the oldest microbatch that a rank has not brought to its last I; their number where there is none."""
     missing_bytes: Any
-    """[num_ranks] the bytes that the F of this microbatch have yet to take on the rank."""
+    """[num_ranks] the bytes that the F of this microbatch which have not run need on the rank, and a backward."""
     next_action: Any
     """[num_ranks] the action that each rank would run next, -1 for none."""
     next_s: Any
@@ -113,20 +113,34 @@ def _neighbours(placement: Placement) -> NDArray[np.int64]:
 
 
 def _find_oldest(
-    rank: int, stages: Any, offsets: Any, num_run: Any, taken_bytes: Any, oldest: Any, missing_bytes: Any
+    rank: int,
+    stages: Any,
+    offsets: Any,
+    num_run: Any,
+    taken_bytes: Any,
+    freed_bytes: Any,
+    room_bytes: Any,
+    oldest: Any,
+    missing_bytes: Any,
 ) -> None:
-    """Find the oldest microbatch whose last I a rank has not run, and the bytes that its F have yet to take there."""
+    """Find the oldest microbatch whose last I a rank has not run, and the bytes that it needs to come there.
+
+    Its F that have not run follow each other, and then a backward: each takes its workspace when the one before has
+    given its own back.
+    """
     num_microbatches = len(taken_bytes) // num_run.size
     microbatch = num_microbatches
     for index in range(offsets[rank], offsets[rank + 1]):
         microbatch = min(microbatch, num_run[INPUT_PLANE, stages[index]])
-    num_bytes = 0
+    kept_bytes, most_bytes = 0, 0
     for index in range(offsets[rank], offsets[rank + 1]):
         stage = stages[index]
         if microbatch < num_microbatches and num_run[FORWARD_PLANE, stage] <= microbatch:
-            num_bytes += taken_bytes[stage * num_microbatches + microbatch]
+            action = stage * num_microbatches + microbatch
+            most_bytes = max(most_bytes, kept_bytes + room_bytes[action])
+            kept_bytes += taken_bytes[action] - freed_bytes[action]
     oldest[rank] = microbatch
-    missing_bytes[rank] = num_bytes
+    missing_bytes[rank] = most_bytes
 
 
 def _choose_action(
@@ -147,11 +161,13 @@ def _choose_action(
     arrival_s: Any,
     lag_s: Any,
     taken_bytes: Any,
+    freed_bytes: Any,
+    room_bytes: Any,
 ) -> tuple[int, float]:
     """Return the action that a rank would run next by the rules of its setting, -1 for none, and when it could start.
 
     `free_s` and `free_bytes` are when the rank is free, and what it may still take. An F of a microbatch behind the
-    `oldest` one leaves this one's `missing_bytes` free.
+    `oldest` one leaves the `missing_bytes` free that this one needs to come to its end.
     """
     num_stages, num_microbatches = num_run.shape[1], len(sources) // num_run.size
     chosen = -1
@@ -170,8 +186,10 @@ def _choose_action(
                 continue
             action = (plane * num_stages + stage) * num_microbatches + microbatch
             source = sources[action]
-            kept_bytes = missing_bytes if is_forward and microbatch > oldest else 0
-            if taken_bytes[action] + kept_bytes > free_bytes or (source >= 0 and arrival_s[source] < 0.0):
+            needed_bytes = taken_bytes[action]
+            if is_forward and microbatch > oldest:
+                needed_bytes = max(room_bytes[action], needed_bytes - freed_bytes[action] + missing_bytes)
+            if needed_bytes > free_bytes or (source >= 0 and arrival_s[source] < 0.0):
                 continue
             start_s = free_s
             if source >= 0 and ranks[source] != rank:  # a source on the same rank has ended when the rank is free
@@ -210,6 +228,8 @@ def _reset(columns: Columns, state: ListState, timing: Timing) -> None:
             state.offsets,
             state.num_run,
             columns.taken_bytes,
+            columns.freed_bytes,
+            columns.room_bytes,
             state.oldest,
             state.missing_bytes,
         )
@@ -232,13 +252,12 @@ def fill_sequence(columns: Columns, state: ListState, timing: Timing, sequence: 
     stages, offsets, neighbours, most_under_way = state.stages, state.offsets, state.neighbours, state.most_under_way
     prefers_inputs, waits_for_share, deep_first = state.prefers_inputs, state.waits_for_share, state.deep_first
     num_run, oldest, missing_bytes, is_changed = state.num_run, state.oldest, state.missing_bytes, state.is_changed
-    next_action, next_s, free_s, held_bytes = state.next_action, state.next_s, timing.free_s, timing.held_bytes
-    arrival_s, link_free_s, left_s, most_s = timing.arrival_s, timing.link_free_s, state.left_s, state.most_s[0]
-    num_microbatches = len(sequence) // num_run.size
+    next_action, next_s, left_s, most_s = state.next_action, state.next_s, state.left_s, state.most_s[0]
+    free_s, held_bytes, arrival_s, link_free_s = timing.free_s, timing.held_bytes, timing.arrival_s, timing.link_free_s
+    room_bytes, num_microbatches = columns.room_bytes, len(sequence) // num_run.size
     _reset(columns, state, timing)
     for count in range(len(sequence)):
-        action = -1
-        start_s = NEVER_S
+        action, start_s = -1, NEVER_S
         for rank in range(len(free_s)):
             # Choose anew only on ranks for which the last action has changed something.
             if is_changed[rank]:
@@ -261,10 +280,11 @@ def fill_sequence(columns: Columns, state: ListState, timing: Timing, sequence: 
                     arrival_s,
                     lag_s,
                     taken_bytes,
+                    freed_bytes,
+                    room_bytes,
                 )
             if next_action[rank] >= 0 and next_s[rank] < start_s:
-                action = next_action[rank]
-                start_s = next_s[rank]
+                action, start_s = next_action[rank], next_s[rank]
         if action < 0:
             return count
         # Run the action that starts first: its rank is busy until it ends, and its result leaves when the link is free.
@@ -282,7 +302,7 @@ def fill_sequence(columns: Columns, state: ListState, timing: Timing, sequence: 
             link_free_s[link] = ready_s = max(link_free_s[link], ready_s) + wire_s[action]
         arrival_s[action] = ready_s
         if plane != WEIGHT_PLANE:
-            _find_oldest(rank, stages, offsets, num_run, taken_bytes, oldest, missing_bytes)
+            _find_oldest(rank, stages, offsets, num_run, taken_bytes, freed_bytes, room_bytes, oldest, missing_bytes)
         # The rank of the stage before or behind may have waited for the result.
         is_changed[rank] = is_changed[neighbours[stage, 0]] = is_changed[neighbours[stage, 1]] = True
     return len(sequence)

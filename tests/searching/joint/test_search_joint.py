@@ -73,7 +73,7 @@ def test_a_split_and_an_order_are_found_that_no_family_or_order_alone_reaches(li
 
 
 def test_the_limit_holds_with_messages_and_is_kept_by_recomputation_where_nothing_else_fits():
-    limit = 10 * GIB
+    limit = 8 * GIB
     with_it, without = joint(limit=limit), joint(limit=limit, recompute=False)
 
     for result in (with_it, without):

@@ -16,7 +16,7 @@ from penstock.searching.sequences import run
 from penstock.searching.settings import settings_for
 from penstock.simulation import LayerCosts
 
-COLUMNS = ("seconds", "taken_bytes", "freed_bytes", "lag_s", "wire_s", "limit")
+COLUMNS = ("seconds", "taken_bytes", "freed_bytes", "room_bytes", "lag_s", "wire_s", "limit")
 MICROBATCHES = 4
 IS_RECOMPUTE = np.arange(NUM_OPS) == Kind.RECOMPUTE
 
@@ -40,6 +40,7 @@ CASES = [
         "microbatch_compute_factor": [1.0, 2.0, 0.5, 1.5],
         "microbatch_bytes_factor": [1.0, 2.0, 0.5, 3.0],
     },
+    {"forward_workspace_bytes": range(9), "backward_workspace_bytes": range(90, 0, -10)},
     {"recompute": [0.5] * 9, "checkpoint_bytes": range(9), "split_forward": [4.0] * 9, "shards": 3},
 ]
 
@@ -78,11 +79,14 @@ def test_a_problem_of_a_split_is_that_of_its_stages(placement, others):
             np.testing.assert_allclose(getattr(problem, name), getattr(stages, name), rtol=1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "workspaces", [{}, {"forward_workspace_bytes": range(9)}, {"backward_workspace_bytes": [7] * 9}]
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_recomputed_stage_holds_what_its_schedule_holds(seed):
+def test_a_recomputed_stage_holds_what_its_schedule_holds(seed, workspaces):
     """The schedule has R rows; its proof counts them by the table of operations. Without messages both are equal."""
     placement = (Placement.line(3), Placement.vee(3))[seed % 2]
-    costs = layers(seed, message_bytes=[0], checkpoint_bytes=[3] * 9, latency_s=0.0)
+    costs = layers(seed, message_bytes=[0], checkpoint_bytes=[3] * 9, latency_s=0.0, **workspaces)
     splits = Splits(costs, placement, MICROBATCHES, None)
     split = (2, 3, 4) if placement.num_stages == 3 else (1, 2, 1, 2, 1, 2)
     recomputed = tuple(range(seed % 3, placement.num_stages, 2))

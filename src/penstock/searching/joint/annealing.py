@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.hot import Hot
 from penstock.searching.fitting import Split
-from penstock.searching.joint.splits import Ranges, Splits, fill_stage
+from penstock.searching.joint.splits import Ranges, Splits, fill_room, fill_stage
 from penstock.searching.listing import DECODER, NEVER_S, ListState, Setting, fill_sequence
 from penstock.searching.moves import CHANCE_STEPS, MEAN_END_WEIGHT, draw
 from penstock.searching.problem import Ints
@@ -46,6 +46,8 @@ class Trials(NamedTuple):
     best: Any
     filled: Any
     """[3, num_stages] the start, the stop and whether it recomputes of each stage whose columns are filled in."""
+    largest_bytes: Any
+    """[num_stages] the most bytes that a backward of each stage takes."""
     cost_s: Any
     """[2] the cost of the current and of the best choice."""
     random: Any
@@ -97,6 +99,7 @@ class Annealing:
             **{name: getattr(problem, name).copy() for name in ("seconds", "lag_s", "wire_s", "limit")},
             taken_bytes=problem.taken_bytes.copy(),
             freed_bytes=problem.freed_bytes.copy(),
+            room_bytes=problem.room_bytes.copy(),
         )
         ones = np.ones(placement.num_ranks)
         setting = Setting(
@@ -118,6 +121,7 @@ class Annealing:
             trial=row.copy(),
             best=row.copy(),
             filled=np.full((3, num_stages), -1, np.int64),
+            largest_bytes=np.zeros(num_stages, np.int64),
             cost_s=np.full(2, NEVER_S),
             random=self._random,
             most_bytes=self.most_bytes,
@@ -163,6 +167,7 @@ def _change(trial: Any, num_stages: int, num_ranks: int, num_layers: int, random
 def _fill(ranges: Ranges, columns: Columns, state: ListState, trials: Trials) -> None:
     """Fill in what a trial takes and holds, and its setting."""
     num_stages, num_ranks = len(state.stages), len(columns.limit)
+    is_changed = False
     for rank in range(num_ranks):
         columns.limit[rank] = trials.most_bytes[rank]
         state.prefers_inputs[rank] = trials.trial[3 * num_stages + rank] == 1
@@ -179,6 +184,9 @@ def _fill(ranges: Ranges, columns: Columns, state: ListState, trials: Trials) ->
             filled[0, stage] = start
             filled[1, stage] = stop
             filled[2, stage] = recomputes
+            is_changed = True
+    if is_changed:
+        fill_room(columns, trials.largest_bytes)
 
 
 def _cost_of(columns: Columns, state: ListState, timing: Timing, sequence: Any, most_s: float) -> float:
@@ -237,5 +245,5 @@ def _anneal(
             trials.best[:] = trials.trial
 
 
-_HELPERS = (_change, _fill, fill_stage, _cost_of, draw)
+_HELPERS = (_change, _fill, fill_stage, fill_room, _cost_of, draw)
 _ANNEAL = Hot(_anneal, *_HELPERS, *DECODER, inlines=True)

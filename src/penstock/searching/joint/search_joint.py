@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from penstock.errors import ConfigError, ScheduleError, count_of, described, require_choice
 from penstock.ir.units import format_bytes
 from penstock.placement import Placement
@@ -135,13 +137,15 @@ def _require_room(costs: LayerCosts, most_bytes: int) -> None:
     """Refuse costs of which a layer alone is larger than a rank may be. Raises: ScheduleError."""
     per_layer = costs.of_stages([1] * costs.num_layers)
     sizes = per_layer.stage_bytes(Placement.line(costs.num_layers), 1)
-    least_bytes = sizes.static + sizes.activation
+    workspace = np.maximum(sizes.forward_workspace, sizes.backward_workspace)
+    least_bytes = sizes.static + sizes.activation + workspace
     layer = int(least_bytes.argmax())
     if least_bytes[layer] > most_bytes:
-        always, of_microbatch = (format_bytes(int(size[layer])) for size in (sizes.static, sizes.activation))
+        parts = (sizes.static, sizes.activation + workspace)
+        always, of_microbatch = (format_bytes(int(size[layer])) for size in parts)
         raise ScheduleError(
             f"layer {layer} alone needs {format_bytes(int(least_bytes[layer]))}: {always} of parameters, gradients and "
-            f"optimizer state, and {of_microbatch} that one microbatch leaves; a rank may hold "
+            f"optimizer state, and {of_microbatch} that one microbatch takes; a rank may hold "
             f"{format_bytes(most_bytes)}. Raise the limit, make microbatches smaller, or cut the layer"
         )
 

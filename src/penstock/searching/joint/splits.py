@@ -78,12 +78,13 @@ class Splits:
             sizes = costs.stage_bytes(self.placement, self.num_microbatches)
             limit = self.most_bytes if most_bytes is None else most_bytes
             problem = replace(problem, limit=limit - sizes.static_of_ranks(self.placement))
-        names = ("seconds", "taken_bytes", "freed_bytes", "lag_s", "wire_s")
+        names = ("seconds", "taken_bytes", "freed_bytes", "room_bytes", "lag_s", "wire_s")
         filled: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
         columns = Columns.of(problem)._replace(**filled)
         starts = np.cumsum([0, *split]).tolist()
         for stage, (start, stop) in enumerate(pairwise(starts)):
             fill_stage(self.ranges, columns, stage, start, stop, int(stage in recomputed))
+        fill_room(columns, np.zeros(len(split), np.int64))
         return replace(problem, **filled, recomputed_stages=recomputed)
 
     @cached_property
@@ -99,7 +100,13 @@ class Splits:
         activation, context = _sums(sizes.activation), _sums(sizes.weight_context)
         # A stage keeps what its first layer takes.
         checkpoint = np.append(sizes.checkpoint, 0)[:, None] + np.zeros_like(activation)
-        none = np.zeros_like(activation)
+        forward_bytes, backward_bytes = (
+            np.array(
+                [[size[start:stop].max(initial=0) for stop in range(num_layers + 1)] for start in range(num_layers + 1)]
+            )
+            for size in (sizes.forward_workspace, sizes.backward_workspace)
+        )
+        again_bytes = np.maximum(forward_bytes, backward_bytes)
         empty, full = (
             Problem.of(
                 self.placement,
@@ -110,8 +117,20 @@ class Splits:
         )
         return Ranges(
             seconds=np.array([[forward, inputs, weight], [forward, inputs + again, weight]]),
-            taken_bytes=np.array([[activation, none, none], [checkpoint, activation - checkpoint, none]], np.float64),
-            freed_bytes=np.array([[none, activation - context, context]] * 2, np.float64),
+            taken_bytes=np.array(
+                [
+                    [activation + forward_bytes, backward_bytes, backward_bytes],
+                    [checkpoint + forward_bytes, activation - checkpoint + again_bytes, backward_bytes],
+                ],
+                np.float64,
+            ),
+            freed_bytes=np.array(
+                [
+                    [forward_bytes, activation - context + backward_bytes, context + backward_bytes],
+                    [forward_bytes, activation - context + again_bytes, context + backward_bytes],
+                ],
+                np.float64,
+            ),
             static_bytes=self._static_bytes(),
             output_bytes=np.concatenate([[0.0], sizes.message]),
             seconds_factor=per_layer.per_microbatch("microbatch_compute_factor", self.num_microbatches),
@@ -159,6 +178,30 @@ def fill_stage(ranges: Ranges, columns: Columns, stage: int, start: int, stop: i
             columns.freed_bytes[action] = round(freed_bytes * factor)
             columns.lag_s[action] = ranges.latency_s[action] + received * ranges.lag_s_per_byte[action]
             columns.wire_s[action] = sent * ranges.wire_s_per_byte[action]
+
+
+def fill_room(columns: Columns, largest_bytes: Any) -> None:
+    """Fill in the bytes that have to be free for each action, as `Problem.of` has them.
+
+    Before an F, so many are free that each backward of its rank finds its workspace behind it. `largest_bytes` is room
+    for one number per stage.
+    """
+    size = len(columns.rank) // NUM_PLANES
+    num_microbatches = size // len(largest_bytes)
+    largest_bytes[:] = 0
+    for action in range(size, len(columns.rank)):
+        stage = action % size // num_microbatches
+        columns.room_bytes[action] = columns.taken_bytes[action]
+        largest_bytes[stage] = max(largest_bytes[stage], columns.taken_bytes[action])
+    for stage in range(len(largest_bytes)):
+        first = stage * num_microbatches
+        most_bytes = 0
+        for other in range(len(largest_bytes)):
+            if columns.rank[other * num_microbatches] == columns.rank[first]:
+                most_bytes = max(most_bytes, largest_bytes[other])
+        for action in range(first, first + num_microbatches):
+            kept_bytes = columns.taken_bytes[action] - columns.freed_bytes[action]
+            columns.room_bytes[action] = max(columns.taken_bytes[action], kept_bytes + most_bytes)
 
 
 def _sums(of_layers: NDArray[Any]) -> NDArray[Any]:
