@@ -75,4 +75,5 @@ def least_bytes(problem: LayoutProblem) -> int:
     static, weights = problem.static_bytes, problem.whole_weights
     always = static + weights if problem.layout.shard == OPTIMIZER else static
     layer = static + weights + np.maximum(problem.of_layers("activation_bytes"), problem.whole_gradients)
+    layer += problem.of_layers("backward_workspace_bytes")
     return int(max(float(always.sum()) / problem.layout.pipeline, float(layer.max())))

@@ -1,10 +1,10 @@
 """Branch and bound over all layouts, then the search of the best few.
 
     bound      every layout, in seconds and bytes: those that cannot fit are left out
-    evaluate   the layout with the least bound first, by families, until the next bound is above the best step
+    evaluate   the layout with the least bound first, by families, until the next bound is above the best few steps
     search     the best few: split and order together, each as long as the others
 
-A layout that is cut off has a bound above a step that was planned, so it cannot be better, whatever is searched.
+A layout that is cut off has a bound above the steps of the best few, so it is none of them, whatever is searched.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,8 @@ from penstock.searching.layouts.refusing import nothing_fits
 
 MOST_SEARCHED = 5
 """The layouts that are searched, and shown."""
+NUM_SURE = 3
+"""The best layouts that are the best of all; those behind them are the best of the evaluated ones."""
 
 Evaluate = Callable[[LayoutProblem], PlannedLayout | None]
 """Returns a plan of a layout that fits, or None."""
@@ -42,7 +44,7 @@ class ChosenLayouts:
 
     @property
     def num_cut_off(self) -> int:
-        """Layouts that were not evaluated, since their bounds are above the best step."""
+        """Layouts that were not evaluated, since their bounds are above the best steps."""
         return self.num_may_fit - self.num_evaluated
 
 
@@ -88,19 +90,19 @@ class _Evaluated:
 
 
 def _evaluated(fitting: Sequence[Bounded], evaluate: Evaluate, say: Tell) -> _Evaluated:
-    """Evaluate layouts until the next bound is not below the best step; bounds come in ascending order."""
+    """Evaluate layouts until the next bound is not below the best few steps; bounds come in ascending order."""
     plans: list[Planned] = []
-    best_s, num_evaluated = float("inf"), 0
+    num_evaluated = 0
     for bound, problem in fitting:
-        if bound.seconds >= best_s:
+        steps_s = sorted(plan.step_s for _, _, plan in plans)
+        if len(steps_s) >= NUM_SURE and bound.seconds >= steps_s[NUM_SURE - 1]:
             break
-        best = f", best {best_s:.4g} s" if plans else ""
+        best = f", best {steps_s[0]:.4g} s" if steps_s else ""
         say(f"layout {num_evaluated + 1} of at most {len(fitting)}: {problem.layout}{best}")
         plan = evaluate(problem)
         num_evaluated += 1
         if plan is not None:
             plans.append((bound, problem, plan))
-            best_s = min(best_s, plan.step_s)
     return _Evaluated(sorted(plans, key=_by_step), num_evaluated)
 
 
