@@ -44,8 +44,8 @@ def test_a_searched_schedule_lies_beside_the_run_file(command, tmp_path, monkeyp
 
     evaluate = choosing.best_of_families
 
-    def without_family(problem):
-        plan = evaluate(problem)
+    def without_family(problem, below_s):
+        plan = evaluate(problem, below_s)
         if plan is not None:
             object.__setattr__(plan, "family", "")
         return plan

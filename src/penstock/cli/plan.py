@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--costs", metavar="FILE", help="costs per layer of penstock profile, in the place of the device's roofline"
     )
     parser.add_argument(
-        "--seconds", type=float, default=10.0, metavar="S", help="how long to search the best layouts (default 10)"
+        "--seconds", type=float, default=5.0, metavar="S", help="how long to search the best layouts (default 5)"
     )
     parser.add_argument(
         "--export",

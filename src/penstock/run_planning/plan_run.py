@@ -32,7 +32,7 @@ def plan_run(
     global_batch: int,
     base: str | Path | None = None,
     costs: LayerCosts | str | Path | None = None,
-    seconds: float = 10.0,
+    seconds: float = 5.0,
     tell: Callable[[str], None] | None = None,
     needs_run_file: bool = False,
 ) -> RunPlan:

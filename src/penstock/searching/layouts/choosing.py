@@ -22,8 +22,8 @@ MOST_SEARCHED = 5
 NUM_SURE = 3
 """The best layouts that are the best of all; those behind them are the best of the evaluated ones."""
 
-Evaluate = Callable[[LayoutProblem], PlannedLayout | None]
-"""Returns a plan of a layout that fits, or None."""
+Evaluate = Callable[[LayoutProblem, float], PlannedLayout | None]
+"""Returns a plan of a layout that fits and takes less than so many seconds, or None."""
 Search = Callable[[LayoutProblem, PlannedLayout, float], PlannedLayout]
 """Returns a plan of a layout that takes no longer than a given one, searched for so many seconds."""
 Tell = Callable[[str], None]
@@ -53,7 +53,7 @@ def choose_layouts(
     *,
     evaluate: Evaluate = best_of_families,
     search: Search | None = None,
-    seconds: float = 10.0,
+    seconds: float = 5.0,
     tell: Tell | None = None,
 ) -> ChosenLayouts:
     """Return the best layouts of a cluster, each with a plan that fits.
@@ -99,7 +99,7 @@ def _evaluated(fitting: Sequence[Bounded], evaluate: Evaluate, say: Tell) -> _Ev
             break
         best = f", best {steps_s[0]:.4g} s" if steps_s else ""
         say(f"layout {num_evaluated + 1} of at most {len(fitting)}: {problem.layout}{best}")
-        plan = evaluate(problem)
+        plan = evaluate(problem, steps_s[NUM_SURE - 1] if len(steps_s) >= NUM_SURE else float("inf"))
         num_evaluated += 1
         if plan is not None:
             plans.append((bound, problem, plan))

@@ -4,6 +4,7 @@ Every family that has one route is simulated without its messages first, which t
 the shortest are planned in turn, until those that are left take longer than the best plan even without messages.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,7 +27,9 @@ from penstock.simulation.engine import simulate
 
 MOST_LEAST = 2
 """The most families that are split by memory where nothing fits, those of least memory first."""
-MOST_RESPLIT = 6
+MOST_STAGES_RESPLIT = 16
+"""The most stages of a schedule that is split by memory: with several on a rank, splits are tried one by one."""
+MOST_RESPLIT = 4
 """The most schedules that are split by memory, the fastest first."""
 
 
@@ -38,13 +41,36 @@ class _Draft:
     split: tuple[int, ...]
     makespan_s: float
     peak_bytes: int
+    """The most that a rank holds."""
+    mean_bytes: float
+    """The mean over the ranks of the most that each holds."""
 
 
-def best_of_families(problem: LayoutProblem) -> PlannedLayout | None:
-    """Return the fastest plan of a family that fits; None where none was found."""
+def best_of_families(problem: LayoutProblem, below_s: float = math.inf) -> PlannedLayout | None:
+    """Return the fastest plan of a family that fits and takes less than so long; None where none was found."""
+    if least_kept_bytes(problem) > problem.limit_bytes:
+        return None
     drafts = sorted(_drafts(problem), key=lambda draft: draft.makespan_s)
+    drafts = [draft for draft in drafts if draft.makespan_s < below_s]
     best = _fastest(problem, [draft for draft in drafts if draft.peak_bytes <= problem.limit_bytes])
-    return best or _fastest(problem, list(_resplit(problem, drafts[:MOST_RESPLIT])))
+    if best is not None:
+        return best
+    # A split moves bytes from rank to rank, and hardly changes their mean.
+    small = [
+        draft
+        for draft in drafts
+        if draft.schedule.num_stages <= MOST_STAGES_RESPLIT and draft.mean_bytes <= problem.limit_bytes
+    ]
+    return _fastest(problem, list(_resplit(problem, small[:MOST_RESPLIT])))
+
+
+def least_kept_bytes(problem: LayoutProblem) -> float:
+    """Return the mean bytes of a rank where nothing runs again: less than the fullest rank holds, in any order.
+
+    When the last layer has run its first F, no backward has run, so each layer still holds what that microbatch left.
+    """
+    always = problem.of_layers("activation_bytes") + np.array(problem.resident_costs.optimizer_bytes)
+    return float(always.sum()) / problem.layout.pipeline
 
 
 def least_of_families(problem: LayoutProblem) -> PlannedLayout:
@@ -93,7 +119,8 @@ def _draft(problem: LayoutProblem, schedule: Schedule, split: tuple[int, ...]) -
     costs = problem.resident_costs.of_table(schedule, layers)
     sizes = costs.stage_bytes(schedule.placement, schedule.num_microbatches)
     held = sizes.static_of_ranks(schedule.placement) + np.array(peak_bytes(schedule, sizes))
-    return _Draft(schedule, split, simulate(schedule, costs).makespan_s, int(held.max()))
+    makespan_s = simulate(schedule, costs, compiled=True).makespan_s
+    return _Draft(schedule, split, makespan_s, int(held.max()), float(held.mean()))
 
 
 def _fastest(problem: LayoutProblem, drafts: list[_Draft]) -> PlannedLayout | None:

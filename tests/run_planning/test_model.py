@@ -1,0 +1,63 @@
+"""The models that a plan takes."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.run_planning.model import DEFAULT_PRECISION, planned_model
+from tests.run_planning.cases import RUN, write_run
+
+SOURCE = """
+from torch import nn
+
+
+def make(vocabulary, length):
+    return [nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary)]
+"""
+
+
+def test_the_model_of_a_run_file_is_in_its_precision_and_its_file_is_the_base(tmp_path):
+    run_file, _ = write_run(tmp_path)
+
+    model = planned_model(str(run_file), None, 64)
+
+    assert model.names == ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+    assert model.base_text == RUN
+    assert model.precision.compute == "model"
+    assert (model.settings, model.no_run_file) == ({}, "")
+
+
+def test_a_function_makes_layers_and_a_run_file_names_it(tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    place = f"{tmp_path / 'mine.py'}:make"
+
+    model = planned_model(place, None, 64)
+
+    assert len(model.layers) == 2
+    assert model.settings == {"source": place}
+    assert model.precision == DEFAULT_PRECISION
+
+
+def test_a_folder_needs_its_config_alone_but_no_run_file_begins_without_weights(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
+    transformers.LlamaConfig(vocab_size=64, **sizes).save_pretrained(tmp_path)
+
+    model = planned_model(tmp_path, None, 64)
+
+    assert len(model.layers) == 5
+    assert "has no weights, with which a run of it begins" in model.no_run_file
+    assert str(next(model.layers[0]().parameters()).dtype) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ([], "model: the list has no layers"),
+        ("nowhere", "nowhere: there is no such folder"),
+        ("nowhere.toml", r"nowhere\.toml"),
+        ("nowhere.py:make", r"nowhere\.py"),
+    ],
+)
+def test_what_is_no_model_is_refused(model, message):
+    with pytest.raises(ConfigError, match=message):
+        planned_model(model, None, 64)
