@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from penstock.errors import count_of
 from penstock.ir.units import byte_unit, three_digits
 from penstock.run_planning.run_plan import RunLayout, RunPlan
 from penstock.show.text import format_share, time_unit
@@ -61,7 +62,7 @@ def _rows(plan: RunPlan) -> Iterator[list[str]]:
 def _recompute(layout: RunLayout) -> str:
     """Say what runs again: blocks, by their checkpointing, and whole stages."""
     kind, stages = layout.planned.layout.checkpointing, layout.planned.num_recomputed
-    return f"{kind}, {stages} stages" if stages else kind
+    return f"{kind}, {count_of(stages, 'stage')}" if stages else kind
 
 
 def _step(layout: RunLayout, unit_s: float) -> str:

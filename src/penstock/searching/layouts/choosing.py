@@ -19,6 +19,8 @@ from penstock.searching.layouts.refusing import nothing_fits
 
 MOST_SEARCHED = 5
 """The layouts that are searched, and shown."""
+WORTH_SHOWING = 1.5
+"""The most times the best step that a layout takes which is shown."""
 NUM_SURE = 3
 """The best layouts that are the best of all; those behind them are the best of the evaluated ones."""
 
@@ -73,9 +75,8 @@ def choose_layouts(
     best = plans.best[:MOST_SEARCHED]
     if search is not None:
         best = _searched(best, search, seconds, say)
-    return ChosenLayouts(
-        tuple(plan for _, _, plan in best), fitting[0][0], len(problems), len(fitting), plans.num_evaluated
-    )
+    shown = [plan for _, _, plan in best if plan.step_s <= WORTH_SHOWING * best[0][2].step_s]
+    return ChosenLayouts(tuple(shown), fitting[0][0], len(problems), len(fitting), plans.num_evaluated)
 
 
 Bounded = tuple[LayoutBound, LayoutProblem]
