@@ -182,7 +182,7 @@ def test_json_holds_the_same_with_seconds_that_add_up():
     document = json.loads(to_json(diagnosis))
 
     assert list(document) == [
-        "step", "schedule", "split", "step_s", "measured", "predicted", "clock_uncertainty_s", "replicas",
+        "step", "schedule", "split", "step_s", "measured", "predicted", "clock_uncertainty_s", "plan", "replicas",
         "waits_for_replicas", "finding", "spread",
         "advice", "idle_s", "losses", "early_weights", "changes",
     ]  # fmt: skip
