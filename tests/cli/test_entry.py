@@ -25,8 +25,8 @@ FLAGS = {
     "compare": f"NAME {SHAPE} {REPLICAS} {RESULT} --costs --heavy --memory-limit --per-action --split --sweep",
     "search": f"{RESULT} --costs --heavy --memory-limit --microbatches --noise --objective --per-action --placement "
     "--ranks --schedule --seconds --seed --split --stages-per-rank --sweep",
-    "plan": "FILE NAME RUN.toml --costs --device --export --force --global-batch --gpus --memory --nodes --output --run "
-    "--seconds --sequence-length --to",
+    "plan": "FILE NAME RUN.toml --costs --device --export --force --global-batch --gpus --memory --nodes --output "
+    "--run --seconds --sequence-length --to",
     "convert": "--compute-only --force --from --like --lowered --to",
     "profile": "RUN.toml --force --output --port --set --steps",
     "doctor": "RUN_DIR --memory-limit --split --system --to",
