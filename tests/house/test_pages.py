@@ -10,7 +10,7 @@ from tests.house.source import ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md", "changelog.d/README.md")]
-MAX_PAGES, MAX_LINES, MAX_WORDS, MAX_NOT_RUN = 55, 400, 30, 8
+MAX_PAGES, MAX_LINES, MAX_WORDS, MAX_NOT_RUN = 57, 400, 30, 8
 LANGUAGES = {"python", "console", "toml", "bash", "text", "py"}
 """`bash` is a file that a page makes; `py` is a signature in the generated reference, which is no code to run."""
 FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.simulation import Costs
 from penstock.simulation.costs.rules import require_cost
 
 
@@ -36,3 +37,9 @@ WRONG = [-1, -0.001, math.nan, math.inf, -math.inf, -(10**400), "1", None, [1.0]
 def test_anything_else_is_none(entry, key, told):
     with pytest.raises(ConfigError, match=f"^{key}: {told}"):
         require_cost(entry, key)
+
+
+@pytest.mark.parametrize("entries", [(1.1, 0.9), (1.0,), (), (0.9, 1.0, 1.1)])
+def test_a_range_that_is_no_least_and_most_is_refused(entries):
+    with pytest.raises(ConfigError, match=r"^seconds_range: "):
+        Costs(seconds_range=entries)

@@ -1,7 +1,8 @@
 """The costs of a transformer on a described machine: seconds from FLOPs, bytes and bandwidths, nothing measured.
 
 Every product runs at one efficiency, the share of the device's peak that the user expects. So the result says how
-schedules, splits and links compare; how fast one layer is, only a profile says.
+schedules, splits and links compare. How fast one layer is, `roofline` estimates from the layer's own products, and a
+profile measures.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.simulation.costs.devices import Device, Link
+from penstock.simulation.costs.movement import adam_moved_bytes, ring_s
 from penstock.simulation.costs.transformer import (
     OPTIMIZER_BYTES_OF_TYPE,
     LayerGroup,
@@ -95,7 +97,8 @@ def _compute_fields(
     flops_per_s = machine.device.flops_per_s(model.data_type) * machine.efficiency * machine.tensor_parallel
     reduction_s = 0.0
     if machine.tensor_link is not None:
-        reduction_s = _reduction_s(model.message_bytes, machine.tensor_parallel, machine.tensor_link)
+        link = machine.tensor_link
+        reduction_s = 2 * ring_s(model.message_bytes, machine.tensor_parallel, link.bandwidth_bytes_per_s)
     waits_s = [COLLECTIVES_PER_LAYER * count * reduction_s for count in layers_per_stage]
 
     def seconds(name: str, extra_s: Sequence[float]) -> tuple[float, ...]:
@@ -122,27 +125,24 @@ def _parameter_fields(model: Transformer, machine: Machine, stages: Sequence[Seq
     counts = [total // machine.tensor_parallel for total in _totals(stages, "num_parameters")]
     bytes_per_parameter = model.bytes_each
     state_bytes = OPTIMIZER_BYTES_OF_TYPE[model.data_type]
-    # Adam reads the gradient, reads and writes its state, and writes the parameter.
-    moved_bytes = 2 * bytes_per_parameter + 2 * state_bytes
-    link = machine.replica_link or machine.link
-    reduce_s = tuple(_reduction_s(bytes_per_parameter * count, machine.replicas, link) for count in counts)
+    has_master_copy = bytes_per_parameter == 2
+    moved_bytes = adam_moved_bytes(
+        bytes_per_parameter, bytes_per_parameter, state_bytes, has_master_copy=has_master_copy
+    )
+    bytes_per_s = (machine.replica_link or machine.link).bandwidth_bytes_per_s
+    unshard_s = tuple(ring_s(bytes_per_parameter * count, machine.replicas, bytes_per_s) for count in counts)
     return {
         "parameter_bytes": tuple(bytes_per_parameter * count for count in counts),
         "gradient_bytes": tuple(bytes_per_parameter * count for count in counts),
         "optimizer_bytes": tuple(state_bytes * count for count in counts),
         "optimizer_s": tuple(moved_bytes * count / machine.device.memory_bytes_per_s for count in counts),
-        "reduce_s": reduce_s,
-        "unshard_s": tuple(seconds / 2 for seconds in reduce_s),
+        "reduce_s": tuple(2 * seconds for seconds in unshard_s),
+        "unshard_s": unshard_s,
         "replicas": machine.replicas,
-        "replica_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+        "replica_bandwidth_bytes_per_s": bytes_per_s,
     }
 
 
 def _totals(stages: Sequence[Sequence[LayerGroup]], name: str) -> list[Any]:
     """One of the figures of each stage."""
     return [sum(getattr(part, name) for part in stage) for stage in stages]
-
-
-def _reduction_s(num_bytes: float, members: int, link: Link) -> float:
-    """A ring: every member sends (and receives) 2 (n - 1) / n of the bytes; gathering alone takes half of that."""
-    return 2 * (members - 1) / members * num_bytes / link.bandwidth_bytes_per_s

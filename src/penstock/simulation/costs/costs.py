@@ -14,7 +14,7 @@ from penstock.ir.live import StageBytes
 from penstock.ir.operations import NUM_OPS, Kind, Op
 from penstock.placement import Placement
 from penstock.simulation.costs.analytic import Machine, figures
-from penstock.simulation.costs.rules import MOST_BYTES, require_cost, require_costs
+from penstock.simulation.costs.rules import MOST_BYTES, require_cost, require_costs, require_range
 from penstock.simulation.costs.transformer import Transformer
 
 PerStage = tuple[float, ...]
@@ -115,6 +115,8 @@ class SharedCosts:
     """Seconds of an exchange between replicas, beside its bytes over `replica_bandwidth_bytes_per_s`."""
     replica_bandwidth_bytes_per_s: float = math.inf
 
+    seconds_range: tuple[float, ...] = (1.0, 1.0)
+    """The least and the most times the given seconds that a run may take, where they are an estimate."""
     source: str = field(default="", compare=False)
     """Where these costs come from, for messages about them: a file, say."""
 
@@ -130,6 +132,7 @@ class SharedCosts:
                 require_costs(value, cost.name, may_be_empty=not cost.default)
             else:
                 require_cost(value, cost.name)
+        require_range(self.seconds_range, "seconds_range")
         for name in ("replicas", "shards"):
             if getattr(self, name) < 1 or getattr(self, name) != int(getattr(self, name)):
                 raise ConfigError(f"{shortened(getattr(self, name))}; expected a whole number, 1 or more", key=name)

@@ -8,6 +8,7 @@ the gradients need both, one after the other.
 from dataclasses import replace
 
 from penstock.simulation.costs.costs import Costs
+from penstock.simulation.costs.movement import ring_s
 
 
 def of_replicas(costs: Costs, replicas: int, *, is_sharded: bool) -> Costs:
@@ -35,10 +36,7 @@ def of_replicas(costs: Costs, replicas: int, *, is_sharded: bool) -> Costs:
 
 def exchange_s(costs: Costs, num_bytes: float, replicas: int) -> float:
     """Return the seconds in which each replica gets the parts of the others; one replica needs none."""
-    if replicas == 1:
-        return 0.0
-    sent_bytes = num_bytes * (replicas - 1) / replicas
-    return costs.replica_latency_s + sent_bytes / costs.replica_bandwidth_bytes_per_s
+    return ring_s(num_bytes, replicas, costs.replica_bandwidth_bytes_per_s, costs.replica_latency_s)
 
 
 def _seconds(costs: Costs, name: str, size: str, replicas: int) -> tuple[float, ...]:

@@ -44,6 +44,13 @@ def require_cost(entry: object, key: str) -> None:
         raise ConfigError("0 bytes per second never delivers; leave it out for an infinite one", key=key)
 
 
+def require_range(entries: Sequence[float], key: str) -> None:
+    """Refuse anything but a least and a most factor, which may be equal. Raises: ConfigError, with the key."""
+    is_pair = len(entries) == 2
+    if not is_pair or entries[0] > entries[1]:
+        raise ConfigError(f"{shortened(list(entries))}; expected the least and the most, such as [0.9, 1.2]", key=key)
+
+
 def not_a_cost(entry: object, key: str) -> ConfigError:
     """Return the error for what is no finite number of 0 or more."""
     is_large = isinstance(entry, int) and entry > 0
