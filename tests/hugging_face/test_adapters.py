@@ -261,3 +261,58 @@ def test_folders_that_are_no_adapters_and_models_that_cannot_be_used_in_place_ar
     assert "adapter_config.json: peft cannot read it: JSONDecodeError" in refused(folder)
     shutil.copy(tmp_path / "base" / "config.json", folder)
     assert "holds both a model (config.json) and an adapter" in refused(folder)
+
+
+def with_alpha(base, **settings):
+    return ps.from_transformers(base, adapter=peft.LoraConfig(**{**LORA, "target_modules": QV, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lora_alpha": 16}, "self_attn.q_proj' was trained with lora_alpha=8, but has lora_alpha=16 in the model"),
+        ({"use_rslora": True}, "was trained with use_rslora=False, but has use_rslora=True"),
+        ({"alpha_pattern": {"layers.4.self_attn.v_proj": 2}}, "layers.4.self_attn.v_proj' was trained with lora_alp"),
+    ],
+)
+def test_a_checkpoint_of_an_adapter_does_not_load_under_another_scale(tmp_path, settings, told):
+    base = saved_base(tmp_path / "base")
+
+    def used(layers, use):
+        return on_ranks(2, lambda wires: use(pipeline_of(layers, wires)))
+
+    used(with_alpha(base), lambda own: ps.save_checkpoint(tmp_path / "run", own, step=1))
+
+    used(with_alpha(base), lambda own: ps.load_checkpoint(tmp_path / "run", own))
+    errors = used(with_alpha(base, **settings), lambda own: error_of(ps.load_checkpoint, tmp_path / "run", own))
+    for error in errors:
+        assert type(error) is CheckpointError
+    assert any(told in str(error) for error in errors), errors
+
+
+def test_a_scale_that_was_set_on_the_model_in_use_is_that_of_a_checkpoint(tmp_path):
+    model = adapted(saved_base(tmp_path / "base"), "LoRA")
+    pipeline = pipeline_of(ps.from_transformers(model), None)
+    ps.save_checkpoint(tmp_path / "run", pipeline, step=1)
+    layer = model.get_base_model().model.layers[3].self_attn.v_proj
+    layer.set_scale("default", 3)
+
+    error = error_of(ps.load_checkpoint, tmp_path / "run", pipeline)
+
+    assert "'model.layers.3.self_attn.v_proj' was trained with scaling=2.0, but has scaling=6.0 in the model" in str(
+        error
+    )
+
+
+def test_vera_that_saves_no_matrices_is_not_loaded_under_those_of_another_seed(tmp_path):
+    base = saved_base(tmp_path / "base")
+
+    def pipeline_under(seed):
+        config = peft.VeraConfig(r=4, target_modules=QV, save_projection=False, projection_prng_key=seed)
+        return pipeline_of(ps.from_transformers(base, adapter=config), None)
+
+    ps.save_checkpoint(tmp_path / "run", pipeline_under(0), step=1)
+
+    error = error_of(ps.load_checkpoint, tmp_path / "run", pipeline_under(1))
+
+    assert "was trained with projection_prng_key=0, but has projection_prng_key=1" in str(error)

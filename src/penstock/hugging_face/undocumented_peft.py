@@ -33,6 +33,10 @@ WITHOUT_TARGETS = "dummy-target-modules"
 PROJECTIONS = ("vera_A", "vera_B")
 """The matrices that all layers of VeRA share."""
 PATTERNS = ("rank_pattern", "alpha_pattern")
+SCALES = ("lora_alpha", "use_rslora", "scaling")
+"""The attributes of a module with LoRA that have its scale, by name of an adapter."""
+FORMS = ("fan_in_fan_out", "is_feedforward")
+"""The attributes of a module with an adapter that say how it applies its tensors, where their shapes may not tell."""
 
 
 def peft() -> Any:
@@ -93,6 +97,22 @@ def adapted_modules(model: nn.Module) -> tuple[dict[str, None], dict[str, None]]
         {name: None for name, module in modules if isinstance(module, tuner_layer)},
         {name: None for name, module in modules if isinstance(module, copied)},
     )
+
+
+def settings_of_modules(model: nn.Module, config: Any) -> dict[str, dict[str, Any]]:
+    """Return, by name of a module with an adapter, the numbers that change what it computes and are in no tensor."""
+    # Where VeRA does not save its matrices, they follow from this number.
+    seed = {} if getattr(config, "save_projection", True) else {"projection_prng_key": config.projection_prng_key}
+    return {name: seed | _settings_of(model.get_submodule(name)) for name in adapted_modules(model)[0]}
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """Return the settings of one module with one adapter, by peft's names."""
+    by_adapter = {name: getattr(module, name) for name in SCALES if hasattr(module, name)}
+    settings = {name: value for name, values in by_adapter.items() for value in values.values()}
+    settings |= {name: getattr(module, name) for name in FORMS if hasattr(module, name)}
+    # A number may be a scalar of numpy or torch.
+    return {name: value if isinstance(value, bool | int) else float(value) for name, value in settings.items()}
 
 
 def config_for(config: Any, targets: Collection[str], copied: Collection[str]) -> Any:

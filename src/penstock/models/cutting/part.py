@@ -22,6 +22,8 @@ class CutPart(nn.Module):
     """Compute relative to the other parts, for the split into stages."""
     rebuilt_names: frozenset[str] = frozenset()
     """Names of frozen tensors that building the layer makes again, so that checkpoints leave them out."""
+    module_settings: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+    """Returns, by name of a module, what it computes by and no tensor says, such as the scale of an adapter."""
     takes_slices = False
     """Masks and positions are made for whole sequences, so a part takes no slices of them."""
 
