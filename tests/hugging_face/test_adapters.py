@@ -316,3 +316,42 @@ def test_vera_that_saves_no_matrices_is_not_loaded_under_those_of_another_seed(t
     error = error_of(ps.load_checkpoint, tmp_path / "run", pipeline_under(1))
 
     assert "was trained with projection_prng_key=0, but has projection_prng_key=1" in str(error)
+
+
+OVERLAPPING = {"q_proj": 2, "layers.1.self_attn.q_proj": 3}
+
+
+@pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
+def test_patterns_by_whose_order_a_module_has_another_rank_or_scale_are_refused(tmp_path, setting):
+    base = saved_base(tmp_path / "base")
+
+    def config(patterns):
+        return peft.LoraConfig(**LORA, target_modules=QV, **{setting: dict(patterns)})
+
+    for text in (
+        refused(base, config(OVERLAPPING)),
+        str(error_of(ps.from_transformers, peft.get_peft_model(loaded_base(base), config(OVERLAPPING)))),
+    ):
+        assert (
+            f"{setting}: 'q_proj' and 'layers.1.self_attn.q_proj' both mean 'model.layers.1.self_attn.q_proj'" in text
+        )
+        assert "which takes the first, 2; but peft's file has them sorted, and is read with 3" in text
+
+
+def test_patterns_that_overlap_in_the_order_of_the_file_give_the_ranks_and_scales_of_peft(tmp_path):
+    base = saved_base(tmp_path / "base")
+    patterns = dict(sorted(OVERLAPPING.items()))
+    config = peft.LoraConfig(**LORA, target_modules=QV, rank_pattern=patterns, alpha_pattern=patterns)
+
+    def forms(model):
+        modules = {name: item for name, item in model.named_modules() if hasattr(item, "lora_A")}
+        return {name: (item.r["default"], item.scaling["default"]) for name, item in modules.items()}
+
+    def case(transport):
+        pipeline = pipeline_of(ps.from_transformers(base, adapter=copy.deepcopy(config)), transport)
+        return {
+            name: form for stage in pipeline.stages for layer in stage.modules for name, form in forms(layer).items()
+        }
+
+    first, second = on_ranks(2, case)
+    assert first | second == forms(peft.get_peft_model(loaded_base(base), config).get_base_model())

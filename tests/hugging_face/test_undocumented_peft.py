@@ -157,3 +157,12 @@ def test_modules_have_the_scales_and_forms_of_their_adapters_as_attributes():
         {QUERY: {"fan_in_fan_out": False, "is_feedforward": False}},
         {QUERY: {"projection_prng_key": 5, "fan_in_fan_out": False}},
     ]
+
+
+def test_a_module_takes_the_first_pattern_that_means_it_and_the_file_sorts_patterns(tmp_path):
+    patterns = {"q_proj": 3, QUERY: 2}
+    model = peft.get_peft_model(model_of("llama"), lora(modules_to_save=None, rank_pattern=dict(patterns)))
+    model.save_pretrained(tmp_path)
+
+    assert model.get_base_model().get_submodule(QUERY).r["default"] == 3
+    assert list(json.loads((tmp_path / "adapter_config.json").read_text())["rank_pattern"]) == sorted(patterns)

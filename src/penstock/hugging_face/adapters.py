@@ -28,6 +28,7 @@ from penstock.hugging_face.undocumented_peft import (
     names_without,
     peft,
     projections_of,
+    require_clear_patterns,
     settings_of_modules,
     share_projections,
     wrapped,
@@ -171,6 +172,7 @@ class Adapter:
         if base_name is not None:
             config.base_model_name_or_path = base_name
         adapter_on_model = cls(peft_model, file=None if folder is None else folder / FILE)
+        require_clear_patterns(config, adapter_on_model.modules[0])
         if folder is not None:
             _require_same_model(adapter_on_model, folder)
         return adapter_on_model
@@ -195,7 +197,9 @@ class Adapter:
             )
         if any(getattr(module, "merged", False) for module in source.modules()):
             raise ConfigError("the adapter is merged into the model; call unmerge_adapter() first", key=KEY)
-        return cls(source, names[0])
+        adapter = cls(source, names[0])
+        require_clear_patterns(adapter.config, adapter.modules[0])
+        return adapter
 
     @property
     def model(self) -> Any:

@@ -139,6 +139,24 @@ def _is_named(pattern: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
+def require_clear_patterns(config: Any, targets: Collection[str]) -> None:
+    """Refuse ranks and alphas by pattern that depend on the order of the patterns, since peft's file sorts them.
+
+    A module takes the first pattern that means it. Read from the file, it would take another one. Raises: ConfigError.
+    """
+    for setting in PATTERNS:
+        patterns = getattr(config, setting, None) or {}
+        for name in targets:
+            keys = [key for key in patterns if _is_named(key, name)]
+            if keys and patterns[keys[0]] != patterns[min(keys)]:
+                raise ConfigError(
+                    f"{setting}: {keys[0]!r} and {min(keys)!r} both mean {name!r}, which takes the first, "
+                    f"{patterns[keys[0]]}; but peft's file has them sorted, and is read with {patterns[min(keys)]}. "
+                    "Give patterns of which one means a module",
+                    key=KEY,
+                )
+
+
 def names_in_file(peft_model: Any, adapter_name: str) -> dict[str, str]:
     """Return the names in peft's file of the tensors of an adapter, by their names in the model."""
     state = saved_tensors(peft_model)  # the same tensors, not views of them: peft renames, and copies nothing

@@ -97,9 +97,9 @@ class CutPart(nn.Module):
             return None
         for label in self._carried_labels():
             raise ConfigError(
-                f"the loss applies the end of the model to some positions at a time, but it computes with "
-                f"{self._described(label)} beside its hidden state; put that into a submodule behind the last block, or "
-                "take a loss of the outputs, such as the model's own",
+                "the loss applies the end of the model to some positions at a time, but it computes with "
+                f"{self._described(label)} beside its hidden state; put that into a submodule behind the last block, "
+                "or take a loss of the outputs, such as the model's own",
                 key="loss",
             )
         return self._run_tail
