@@ -26,6 +26,7 @@ from tests.hugging_face.adapted import (  # noqa: E402
     loaded_base,
     pipeline_of,
     saved_base,
+    settle,
     tier,
     trained_by_peft,
     trained_on,
@@ -355,3 +356,24 @@ def test_patterns_that_overlap_in_the_order_of_the_file_give_the_ranks_and_scale
 
     first, second = on_ranks(2, case)
     assert first | second == forms(peft.get_peft_model(loaded_base(base), config).get_base_model())
+
+
+def test_dropouts_of_adapters_in_blocks_are_no_draws_of_the_end_that_a_loss_applies_in_chunks(tmp_path):
+    base = saved_base(tmp_path / "base")
+    head = ["q_proj", "lm_head"]
+
+    def case(loss, targets=QV, seed=5):
+        config = peft.LoraConfig(**LORA, target_modules=targets, lora_dropout=0.5)
+        layers = ps.from_transformers(base, adapter=config)
+        pipeline = pipeline_of(layers, None, loss=loss or layers.loss, seed=seed)
+        settle(pipeline.named_parameters())
+        loss_value = pipeline.step(TOKENS, target=LABELS).loss.item()
+        return loss_value, {name: each.grad for name, each in pipeline.named_parameters() if each.grad is not None}
+
+    chunked = partial(ps.losses.chunked_cross_entropy, chunk=4)
+    (loss, gradients), (wanted, wanted_gradients) = case(chunked), case(None)
+
+    assert abs(loss - wanted) < LARGEST * wanted != case(None, seed=6)[0]
+    largest = max(each.abs().max() for each in wanted_gradients.values())
+    assert max((gradients[name] - each).abs().max() / largest for name, each in wanted_gradients.items()) < LARGEST
+    assert "random numbers" in str(error_of(case, chunked, head))
