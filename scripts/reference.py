@@ -29,7 +29,7 @@ GROUPS = {
     "Prove a schedule": ("Find every place where a schedule or program cannot run.", ["check"]),
     "Costs and simulation": (
         "Predict time and memory.",
-        ["simulate", "draw", "search", "Costs", "LayerCosts", "measure_layers"],
+        ["simulate", "draw", "search", "Costs", "LayerCosts", "estimate", "measure_layers"],
     ),
     "Pipeline and layers": (
         "Run a schedule on a model.",

@@ -50,6 +50,7 @@ _NAMES = {
     "penstock.searching.search": "search",
     "penstock.show.picture": "draw",
     "penstock.simulation": "Costs LayerCosts simulate",
+    "penstock.sizing.estimate": "estimate",
     "penstock.train.measuring.measure": "measure_layers",
     "penstock.verifying.verify": "verify",
 }

@@ -57,6 +57,7 @@ from penstock.show.picture import draw as draw
 from penstock.simulation import Costs as Costs
 from penstock.simulation import LayerCosts as LayerCosts
 from penstock.simulation import simulate as simulate
+from penstock.sizing.estimate import estimate as estimate
 from penstock.train.measuring.measure import measure_layers as measure_layers
 from penstock.verifying.verify import verify as verify
 

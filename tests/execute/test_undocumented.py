@@ -82,6 +82,14 @@ def test_who_holds_the_memory_of_a_tensor_is_counted():
     assert undocumented.num_holders(gradient) == 1
 
 
+def test_storages_have_addresses_also_where_they_have_no_memory():
+    tensor, first, second = torch.ones(2, 2), torch.ones(2, device="meta"), torch.ones(2, device="meta")
+
+    assert undocumented.address_of(tensor.untyped_storage()) == tensor.data_ptr()
+    addresses = {undocumented.address_of(item.untyped_storage()) for item in (first, first[1:], second)}
+    assert len(addresses) == 2
+
+
 # ---- the nodes of autograd's graph
 
 

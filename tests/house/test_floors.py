@@ -40,6 +40,7 @@ ROOMS = {
     "moving": (7, {0, 1, 2, 3, 4, 5, 6}),
     "verifying": (7, {0, 1, 2, 3, 4, 5, 6}),
     "hugging_face": (7, {0, 1, 2, 3, 4, 5, 6}),
+    "sizing": (7, {0, 1, 2, 3, 4, 5, 6}),
     "cli": (8, {0, 1, 2, 3, 4, 5, 6, 7}),
     "__main__": (9, {0, 8}),
     "__init__": (9, {0, 1, 2, 3, 4, 5, 6, 7}),
@@ -61,6 +62,8 @@ DOORS = {
     ("verifying", "pipeline"),  # it runs the parts of a model
     ("train", "verifying"),  # before the first step of a run
     ("moving", "train"),  # gradients are clipped by their norm over all ranks in one place
+    ("sizing", "hugging_face"),  # a model may be a folder of transformers
+    ("sizing", "train"),  # layers are checkpointed, and run by themselves, as a run does it
     ("cli", "__init__"),  # `penstock --version`
 }
 LAST_PLANNING_FLOOR = 5
@@ -90,6 +93,7 @@ LATE = {
 UNDOCUMENTED = (
     *(f"penstock.execute.undocumented{part}" for part in ("", "_backends", "_compiler", "_modules", "_trees")),
     "penstock.models.cutting.undocumented",
+    "penstock.sizing.undocumented",
 )
 OF_TORCH = {
     *("_version", "_base", "_is_view", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"),

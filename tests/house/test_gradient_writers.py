@@ -14,6 +14,7 @@ EXCEPTIONS = {
     "penstock.execute.stages.other_layers": "parameters of other ranks, freed: they are on no device",
     "penstock.models.cutting.course": "attributes that a model's own forward sets on its submodules",
     "penstock.moving.own_backward": "modules with a backward of their own add their gradients by themselves",
+    "penstock.sizing.walk": "gradients without values, beside parameters without values",
     "penstock.train.optimizing.main_weights": "main weights are parameters of an optimizer of their own",
 }
 ATTRIBUTES = {"grad", "main_grad"}

@@ -34,6 +34,11 @@ def num_holders(tensor: Tensor) -> int:
     return num_references - 1  # the storage of this call holds it too
 
 
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage; of one without memory, as of a fake tensor, another number of its own."""
+    return int(storage._cdata) if storage.device.type == "meta" else storage.data_ptr()
+
+
 def has_hooks(parameter: Tensor) -> bool:
     """Whether `register_hook` was called on a tensor."""
     return bool(parameter._backward_hooks)

@@ -75,7 +75,7 @@ def count_parameters(layers: Iterable[LayerSpec]) -> int:
     sizes = {
         layer.full_name(name): parameter.numel()
         for layer in layers
-        for name, parameter in _build(layer, "meta").named_parameters()
+        for name, parameter in built_on_meta(layer).named_parameters()
     }
     for layer in layers:
         for local_name, owner_name in layer.tied:
@@ -90,7 +90,7 @@ def saved_shapes(layers: Iterable[LayerSpec]) -> dict[str, tuple[int, ...]]:
     shapes = {
         layer.full_name(name): tuple(value.shape)
         for layer in layers
-        for name, value in _build(layer, "meta").state_dict().items()
+        for name, value in built_on_meta(layer).state_dict().items()
     }
     for layer in layers:
         for local_name, _ in layer.tied:
@@ -104,7 +104,7 @@ def embedding_names(layers: Iterable[LayerSpec]) -> frozenset[str]:
     names = {
         layer.full_name(f"{name}.{local_name}" if name else local_name)
         for layer in layers
-        for name, module in _build(layer, "meta").named_modules()
+        for name, module in built_on_meta(layer).named_modules()
         if isinstance(module, nn.Embedding)
         for local_name, _ in module.named_parameters(recurse=False)
     }
@@ -112,6 +112,11 @@ def embedding_names(layers: Iterable[LayerSpec]) -> frozenset[str]:
     for tie in ties * len(ties):  # a tie may lead to the next one
         names |= tie if tie & names else set()
     return frozenset(names)
+
+
+def built_on_meta(layer: LayerSpec) -> nn.Module:
+    """Build a layer on the meta device, where its parameters take no memory."""
+    return _build(layer, "meta")
 
 
 def _build(layer: LayerSpec, device: str) -> nn.Module:

@@ -53,7 +53,13 @@ def with_checkpointing(layers: Sequence[LayerSpec], kinds: Sequence[Kept]) -> li
 
 
 def _checkpointed(build: Callable[[], nn.Module], kind: Kept) -> nn.Module:
-    layer = build()
+    return checkpoint_layer(build(), kind)
+
+
+def checkpoint_layer(layer: nn.Module, kind: Kept) -> nn.Module:
+    """Have the forward of a layer save for the backward what a kind of checkpointing says, and return the layer."""
+    if kind == "none":
+        return layer
     # A part of a cut model runs the forward of that model around its modules, which would not run again alike.
     for module in getattr(layer, "working_modules", [layer]):
         if any(module.children()):

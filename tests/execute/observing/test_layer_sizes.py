@@ -18,7 +18,15 @@ ROWS, WIDTH = 64, 256
 
 
 def sizes_of(
-    make_layers, *, schedule="1f1b", num_ranks=1, split_backwards=False, optimizer=None, microbatches=2, num_steps=2
+    make_layers,
+    *,
+    schedule="1f1b",
+    num_ranks=1,
+    split_backwards=False,
+    optimizer=None,
+    microbatches=2,
+    num_steps=2,
+    keywords=None,
 ):
     """Return the sizes that every rank gets, from the last of some steps."""
     inputs, target = (values(seed, microbatches * ROWS, WIDTH) for seed in (1, 2))
@@ -28,7 +36,9 @@ def sizes_of(
         pipeline = Pipeline(make_layers(), order, loss=square_loss, transport=wires)
         own = None if optimizer is None else optimizer(list(pipeline.parameters()))
         for _ in range(num_steps):
-            report = pipeline.memory_report(inputs, target=target, optimizer=own, split_backwards=split_backwards)
+            report = pipeline.memory_report(
+                inputs, target=target, optimizer=own, split_backwards=split_backwards, **keywords or {}
+            )
             if own is not None:
                 own.step()
                 own.zero_grad()
@@ -61,6 +71,23 @@ def test_a_layer_keeps_what_it_saves_but_no_parameters_and_nothing_of_the_batch(
     assert sizes["message_bytes"] == (OUTPUT, OUTPUT)
     assert sizes["checkpoint_bytes"] == (0, OUTPUT)
     assert sizes["parameter_bytes"] == sizes["gradient_bytes"] == (PARAMETERS, PARAMETERS)
+
+
+class Weighted(nn.Linear):
+    def forward(self, hidden, *, factors):
+        return super().forward(hidden) * factors
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_keywords_are_of_the_batch_also_where_a_layer_saves_them(num_ranks):
+    """The first product's output is saved by nobody; the second layer's is saved by the loss."""
+
+    def weighted():
+        return [settle(Weighted(WIDTH, WIDTH), seed) for seed in range(2)]
+
+    sizes = sizes_of(weighted, num_ranks=num_ranks, keywords={"factors": values(3, 2 * ROWS, WIDTH)})
+
+    assert sizes["activation_bytes"] == (0, OUTPUT + OUTPUT)
 
 
 def test_a_storage_that_is_saved_twice_counts_once_and_buffers_not_at_all():

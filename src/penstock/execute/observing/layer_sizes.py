@@ -18,7 +18,7 @@ from penstock.execute.observing.held_tensors import held_by
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, WeightInputs
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
-from penstock.execute.undocumented import is_function, repeats
+from penstock.execute.undocumented import address_of, is_function, repeats
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import tensors_of
 
@@ -57,7 +57,8 @@ class LayerSizes:
         self._saved_bytes.clear()
         with ExitStack() as stack:
             for layer, module in self._layers.items():
-                pre_hook = module.register_forward_pre_hook(partial(attempt, self._begin, layer))
+                begin = partial(attempt, self._begin, layer)
+                pre_hook = module.register_forward_pre_hook(begin, with_kwargs=True)
                 forward_hook = module.register_forward_hook(partial(attempt, self._end, layer, note_outputs))
                 stack.callback(pre_hook.remove)
                 stack.callback(forward_hook.remove)
@@ -67,7 +68,7 @@ class LayerSizes:
         """Count a tensor whose storage no one had saved yet."""
         part = local_part(tensor)
         storage = part.untyped_storage()
-        if storage.data_ptr() in self._ignored_addresses:
+        if address_of(storage) in self._ignored_addresses:
             return
         # A part of the target is saved as a view of the whole batch, which does not belong to one microbatch.
         is_outside = part.is_leaf and not part.requires_grad
@@ -123,8 +124,9 @@ class LayerSizes:
             for parameter in self._layers[layer].parameters()
         }
 
-    def _begin(self, layer: int, module: nn.Module, inputs: Any) -> None:
+    def _begin(self, layer: int, module: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> None:
         self._layer = layer
+        self._ignored_addresses.update(storages(dict(keywords)))
         if layer == 0:
             self._ignored_addresses.update(storages(inputs))
         else:
@@ -198,11 +200,12 @@ class SavedTensorTracker:
 
     def _record_storage(self, stage_storages: _StorageRecords, tensor: Tensor) -> _StorageRecord | None:
         storage = local_part(tensor).untyped_storage()
-        if storage.data_ptr() in self._ignored_addresses:
+        address = address_of(storage)
+        if tensor.is_meta or address in self._ignored_addresses:  # a trial run of a cut model has no memory
             return None
-        storage_record = stage_storages.get(storage.data_ptr())
+        storage_record = stage_storages.get(address)
         if storage_record is None:
-            storage_record = stage_storages[storage.data_ptr()] = _StorageRecord(storage.nbytes())
+            storage_record = stage_storages[address] = _StorageRecord(storage.nbytes())
             self._note_new(tensor)
         return storage_record
 
@@ -215,7 +218,7 @@ def _unwrapped(packed: Any) -> Tensor:
 def storages(tree: Any) -> dict[int, int]:
     """Return the bytes of each storage, by its address, that holds a tensor of a tree."""
     tensor_storages = (local_part(tensor).untyped_storage() for tensor in tensors_of(tree))
-    return {storage.data_ptr(): storage.nbytes() for storage in tensor_storages if storage.nbytes()}
+    return {address_of(storage): storage.nbytes() for storage in tensor_storages if storage.nbytes()}
 
 
 class StorageCounter:

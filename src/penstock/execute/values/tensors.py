@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PipelineError
-from penstock.execute.undocumented import num_holders
+from penstock.execute.undocumented import address_of, num_holders
 
 T = TypeVar("T")
 Order = tuple[int, ...]
@@ -131,7 +131,7 @@ def part_like(reference: Tensor, part: Tensor) -> Tensor:
 
 def memory_of(tensor: Tensor) -> int:
     """Return the address of the storage that holds a strided tensor, or this rank's part of one."""
-    return local_part(tensor).untyped_storage().data_ptr()
+    return address_of(local_part(tensor).untyped_storage())
 
 
 def in_own_memory(gradient: Tensor) -> Tensor:

@@ -152,13 +152,13 @@ class _Walk:
             keywords = taken_keywords(module).select(
                 {**self._kwargs, MICROBATCH_PLACE: MicrobatchPlace(0, 1, 0, 1.0)}, len(self._args)
             )
-            work = _LayerWork(module, self._args, keywords, self._skips, finish=finish)
+            work = LayerPasses(module, self._args, keywords, self._skips, finish=finish)
             rounds = [self._round_s(work) for _ in range(NUM_WARM_UP_ROUNDS + self._num_rounds)]
         self._args, self._skips = (work.output,), self._skips | work.held_skips
         forwards, backwards = zip(*rounds[NUM_WARM_UP_ROUNDS:], strict=True)
         return median(forwards), median(backwards)
 
-    def _round_s(self, work: "_LayerWork") -> tuple[float, float]:
+    def _round_s(self, work: "LayerPasses") -> tuple[float, float]:
         begin_s = self._now()
         roots = work.forward()
         middle_s = self._now()
@@ -170,7 +170,7 @@ class _Walk:
         return self._clock()
 
 
-class _LayerWork:
+class LayerPasses:
     """One layer at work on one microbatch, by itself."""
 
     def __init__(
@@ -211,11 +211,16 @@ class _LayerWork:
         leaves, _ = flatten((value, skip_values, added))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
-    def backward(self, roots: Sequence[Tensor]) -> None:
-        """Run the whole backward; layers that run again find the skips that they got."""
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        run: Callable[[Sequence[Tensor], Sequence[Tensor]], object] = torch.autograd.backward,
+    ) -> None:
+        """Run a backward, by default a whole one; layers that run again find the skips that they got."""
+        gradients = [torch.ones_like(root) for root in roots]
         with self._skips.on(self._buffer):
             if roots:
-                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+                run(roots, gradients)
         for module in self._auxiliary:
             module.end()
 

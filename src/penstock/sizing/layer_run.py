@@ -1,0 +1,163 @@
+"""A layer at work on one microbatch without values: its forward and its backwards, whole and split.
+
+    whole     F, B            products of the forward; the workspaces of both
+    split     F, I, W         products of the input and the weight gradients; what waits for W
+
+A split backward is planned by the stage's own planner, as in training: what its first step shows, such as weights that
+are too small to wait, decides how the next one is split. So the passes run until the plan stays.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from penstock.execute.observing.layer_sizes import CONTEXT, LayerSizes, SavedTensorTracker, storages
+from penstock.execute.parameters.gradient_store import GradientStore
+from penstock.execute.split.deferred_weights import DeferredWeights
+from penstock.execute.stages.stage import Stage
+from penstock.execute.undocumented import version_of
+from penstock.execute.values.tree import tensors_of
+from penstock.simulation.costs.layer_work import PassWork
+from penstock.sizing.trace import Trace
+from penstock.train.measuring.measure import LayerPasses
+
+_MAX_ROUNDS = 4
+"""Steps after which a plan of split backwards is taken as it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCall:
+    """A layer, and what it gets of one microbatch."""
+
+    name: str
+    index: int
+    """The place of the layer in the model."""
+    module: nn.Module
+    args: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    skips: Mapping[str, Any]
+    finish: Callable[[Any], Any]
+    """The function of its output at which its backward begins: the loss, for the last layer."""
+    is_last: bool = False
+
+    def passes(self) -> LayerPasses:
+        """Return new passes of the layer."""
+        return LayerPasses(self.module, self.args, self.keywords, self.skips, finish=self.finish)
+
+
+@dataclass(frozen=True, slots=True)
+class KindWork:
+    """The work that all layers of one kind do."""
+
+    forward: PassWork
+    backward_input: PassWork
+    backward_weight: PassWork
+    weight_context_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    gets_gradient: tuple[bool, ...]
+    """Whether a gradient comes to each parameter, in their order."""
+
+
+class CountedStage:
+    """The layers of a stage, with the counters by which a pipeline reports what they keep."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.sizes = LayerSizes([stage], is_sharded=False)
+        self._tracker = SavedTensorTracker(self.sizes.note_saved)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Count what the forwards of the layers keep that run in here."""
+        parameter_addresses = frozenset(storages(list(self.stage.parameters())))
+        note_outputs = partial(self._tracker.note_functions, self.stage.index)
+        with (
+            self._tracker.tracking(self.stage.index, parameter_addresses, _called),
+            self.sizes.watching(_called, note_outputs),
+        ):
+            yield
+
+    def saved_addresses(self) -> frozenset[int]:
+        """Return the addresses of the storages that autograd keeps now for backwards of the stage."""
+        return frozenset(self._tracker.bytes_by_address(self.stage.index))
+
+
+def work_of(call: LayerCall) -> KindWork:
+    """Run the passes of a layer whose trained parameters have gradients already, and return the work of its kind."""
+    backward_input, backward_weight, context_bytes = _split_work(call)
+    gradients = [parameter.grad for parameter in call.module.parameters()]
+    versions = [None if gradient is None else version_of(gradient) for gradient in gradients]
+    trace, passes = Trace(), call.passes()
+    with trace:
+        with trace.part() as forward:
+            roots = passes.forward()
+            if call.is_last:  # a stage hands its last outputs to the loss alone
+                passes.output = None
+        forward_workspace_bytes = trace.live.forward_workspace()
+        with trace.part():
+            passes.backward(roots)
+        backward_workspace_bytes = trace.live.backward_workspace()
+    return KindWork(
+        forward.work(),
+        backward_input,
+        backward_weight,
+        context_bytes,
+        forward_workspace_bytes,
+        backward_workspace_bytes,
+        tuple(
+            gradient is not None and version_of(gradient) != version
+            for gradient, version in zip(gradients, versions, strict=True)
+        ),
+    )
+
+
+def _split_work(call: LayerCall) -> tuple[PassWork, PassWork, int]:
+    """Return the work of both parts of a split backward, and the bytes that wait between them."""
+    stage = Stage(0, {call.name: call.module}, first_layer=call.index)
+    store = GradientStore(stage.parameters)
+    planner = stage.split_planner
+    num_elements = sum(tensor.numel() for tensor in tensors_of(call.args))
+    for _ in range(_MAX_ROUNDS):
+        planner.begin_step(stage.parameters())
+        stage.own_weight_gradients.begin_step()
+        store.begin_step()
+        counted, trace, passes = CountedStage(stage), Trace(), call.passes()
+        deferred = planner.start(num_elements)
+        with trace:
+            with counted.forward():
+                roots = passes.forward()
+            with trace.part() as backward_input:
+                passes.backward(roots, partial(_run_backward_input, stage, deferred, store))
+            weight_inputs = deferred.take_weight_inputs()
+            counted.sizes.note_contexts(stage, weight_inputs, ())
+            with trace.part() as backward_weight:
+                store.add(weight_inputs)
+        store.end_step()
+        if planner.is_settled:
+            break
+    context_bytes = counted.sizes.local_sizes(None)[str(call.index)][CONTEXT]
+    return backward_input.work(), backward_weight.work(), context_bytes
+
+
+def _run_backward_input(
+    stage: Stage,
+    deferred: DeferredWeights,
+    store: GradientStore,
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+) -> None:
+    edges = [get_gradient_edge(root) for root in roots]
+    store.begin_backward()
+    with stage.own_weight_gradients.around_backward(deferred.entries):
+        deferred.backward_input(edges, gradients, store.separate_first_gradients)
+    store.end_backward(deferred.take_leaves(), gradients, deferred.entries)
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

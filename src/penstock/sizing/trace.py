@@ -1,0 +1,148 @@
+"""`Trace`: what the operations on tensors without values do while a layer runs: products, bytes moved, bytes that live.
+
+Operations on real tensors, such as those that make masks of the batch, are seen only for the bytes that live: a model
+makes such tensors once for all layers of a stage.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.models.cutting.undocumented import KernelMode, storage_key, storage_of
+from penstock.simulation.costs.layer_work import PassWork, Product
+from penstock.sizing.live_bytes import LiveBytes
+from penstock.sizing.products import FORMULAS, products_of
+from penstock.sizing.undocumented import Operation, is_fake, named_arguments, operation_of, run_operation
+
+_LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss_backward"})
+"""Operations that read as many bytes as they write, however large the table is that they pick from."""
+_WITHOUT_VALUES = frozenset(
+    {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"}
+)
+"""Operations that make memory and write nothing."""
+
+
+class Trace(KernelMode):  # type: ignore[misc]
+    """Everything that runs on this thread within it, part by part."""
+
+    def __init__(self, counts: Callable[[Tensor], bool] = is_fake) -> None:
+        """`counts` says which tensors' operations are counted."""
+        super().__init__()
+        self.live = LiveBytes()
+        self.kind: list[Hashable] = []
+        """The operations, with the shapes and the whole numbers that they are given."""
+        self._counts = counts
+        self._work = _Counted()
+
+    @contextmanager
+    def part(self) -> Iterator["_Counted"]:
+        """Count what runs in here by itself."""
+        work, earlier_work = _Counted(), self._work
+        self._work = work
+        self.live.begin()
+        try:
+            yield work
+        finally:
+            self._work = earlier_work
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(_tensors_in((*args, *kwargs.values())))
+        operation = operation_of(function)
+        if operation.name == "embedding":
+            _require_in_table(*inputs[:2])
+        results = run_operation(function, args, kwargs)
+        outputs = list(_tensors_in((results,)))
+        input_keys = {key for tensor in inputs if (key := _key_of(tensor)) is not None}
+        fresh_outputs = [tensor for tensor in outputs if _key_of(tensor) not in (None, *input_keys)]
+        self.live.note(tensor for tensor in fresh_outputs if not tensor.is_meta or is_fake(tensor))
+        if any(map(self._counts, (*inputs, *outputs))):
+            self.kind.append((operation.name, *map(_shown, (*args, *kwargs.values()))))
+            if fresh_outputs or operation.changes_arguments:
+                self._work.add(operation, lambda: named_arguments(function, args, kwargs), inputs, outputs)
+        return results
+
+
+class _Counted:
+    """The work of one part, as it is counted."""
+
+    def __init__(self) -> None:
+        self._products: list[Product] = []
+        self._moved_bytes = self._num_kernels = 0
+        self._unknown: dict[str, None] = {}
+
+    def add(
+        self,
+        operation: Operation,
+        arguments: Callable[[], dict[str, Any]],
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        """Count one call of an operation."""
+        if operation.name in _WITHOUT_VALUES:
+            return
+        self._num_kernels += 1
+        products = products_of(operation, arguments() if operation.name in FORMULAS else {}, outputs)
+        if products is None:
+            self._unknown[f"{operation.namespace}::{operation.name}"] = None
+        if products:
+            self._products += products
+            return
+        read_tensors = outputs if operation.name in _LOOKUPS else inputs
+        self._moved_bytes += sum(map(_bytes_of, (*read_tensors, *outputs)))
+
+    def work(self) -> PassWork:
+        """Return all that was counted."""
+        return PassWork(
+            products=tuple(self._products),
+            moved_bytes=self._moved_bytes,
+            num_kernels=self._num_kernels,
+            unknown=tuple(self._unknown),
+        )
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of arguments or results: operations take and return lists of them, but no deeper trees."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _key_of(tensor: Tensor) -> int | None:
+    """Return a number of the tensor's storage; None where it has none, as a sparse one."""
+    storage = storage_of(tensor)
+    return None if storage is None else storage_key(storage)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that are read or written; an expanded one has fewer than elements."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _shown(value: Any) -> Hashable:
+    """Return what an argument means for the work: the shape and type of a tensor, and whole numbers."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(map(_shown, value))
+    return None if isinstance(value, float) else str(value)
+
+
+def _require_in_table(table: Tensor, rows: Tensor) -> None:
+    """Refuse rows beyond a table, which fake tensors would not notice. Raises: ConfigError."""
+    if is_fake(rows) or not rows.numel() or rows.is_meta:
+        return
+    most = int(rows.max())
+    if most >= table.shape[0]:
+        raise ConfigError(
+            f"a layer looks up row {most} of a table of {table.shape[0]} rows, as of positions beyond those that the "
+            "model knows; expected a sequence of fewer tokens, or a model with more positions",
+            key="sequence_length",
+        )
