@@ -29,7 +29,16 @@ GROUPS = {
     "Prove a schedule": ("Find every place where a schedule or program cannot run.", ["check"]),
     "Costs and simulation": (
         "Predict time and memory.",
-        ["simulate", "draw", "search", "Costs", "LayerCosts", "estimate", "measure_layers"],
+        [
+            "simulate",
+            "draw",
+            "search",
+            "search_joint",
+            "Costs",
+            "LayerCosts",
+            "estimate",
+            "measure_layers",
+        ],
     ),
     "Pipeline and layers": (
         "Run a schedule on a model.",

@@ -47,6 +47,7 @@ _NAMES = {
     "penstock.planning": "plan",
     "penstock.proofs": "check",
     "penstock.schedules": "build",
+    "penstock.searching.joint.search_joint": "search_joint",
     "penstock.searching.search": "search",
     "penstock.show.picture": "draw",
     "penstock.simulation": "Costs LayerCosts simulate",

@@ -52,6 +52,7 @@ from penstock.placement import Placement as Placement
 from penstock.planning import plan as plan
 from penstock.proofs import check as check
 from penstock.schedules import build as build
+from penstock.searching.joint.search_joint import search_joint as search_joint
 from penstock.searching.search import search as search
 from penstock.show.picture import draw as draw
 from penstock.simulation import Costs as Costs

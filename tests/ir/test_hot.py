@@ -65,6 +65,26 @@ def test_a_compilation_is_logged_before_and_after_and_happens_once(caplog):
     assert after.compiled_s > 0
 
 
+def test_helpers_may_become_parts_of_the_loop():
+    pair, result = Pair(np.full(1, 2.0), np.full(1, 5.0), 3), np.zeros(1)
+
+    Hot(_scaled_sum, _add, inlines=True).compiled(pair, result)
+
+    assert result[0] == 21
+
+
+def test_columns_of_another_type_get_code_of_their_own():
+    """A column that cannot be written has another type, and so has one of whole numbers."""
+    hot = Hot(_sum_into, _add)
+    columns = [np.arange(4.0), frozen(np.arange(4.0)), np.arange(4), np.arange(8.0)[::2]]
+
+    totals = [np.zeros(1) for _ in columns]
+    for column, total in zip(columns, totals, strict=True):
+        hot.compiled(column, total)
+
+    assert [total[0] for total in totals] == [6, 6, 6, 12]
+
+
 def test_what_is_no_array_is_passed_as_it_is():
     seen = []
     hot = Hot(lambda *columns: seen.extend(columns))

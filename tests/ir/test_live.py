@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.ir.instruction import Op
 from penstock.ir.live import (
+    WORKSPACES,
     StageBytes,
     left_bytes,
     live_bytes,
@@ -122,6 +123,10 @@ def _size(table, sizes, name, stage, place):
     return float(getattr(sizes, name)[stage]) * factor
 
 
+def _workspace_of(op):
+    return "forward_workspace" if op in (Op.FORWARD, Op.RECOMPUTE) else "backward_workspace"
+
+
 def _begin(table, sizes, row, there):
     op, stage, previous, following, place = _place(table, row)
     if isinstance(table, Program):
@@ -140,6 +145,8 @@ def _begin(table, sizes, row, there):
     if op is Op.RELOAD:
         kept = _kept(table, stage, place)
         there[kept, stage, place] = _size(table, sizes, kept, stage, place)
+    if op.is_compute:
+        there["workspace", row] = _size(table, sizes, _workspace_of(op), stage, place)
     if op is Op.RECOMPUTE:
         del there["checkpoint", stage, place]
         there["activation", stage, place] = _size(table, sizes, "activation", stage, place)
@@ -150,6 +157,7 @@ def _begin(table, sizes, row, there):
 def _end(table, sizes, row, there):
     op, stage, previous, following, place = _place(table, row)
     schedule_sends_at_once = isinstance(table, Schedule)
+    there.pop(("workspace", row), None)
     if op is Op.RESHARD:
         del there["weights", int(table.unit_of_stage[stage])]
     if op is Op.SEND_FORWARD or (op is Op.FORWARD and schedule_sends_at_once and following >= 0):
@@ -172,10 +180,21 @@ def _end(table, sizes, row, there):
 
 def uneven_sizes(table, seed):
     chance = np.random.default_rng(seed)
-    names = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
+    names = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient", *WORKSPACES)
     named = {name: chance.integers(0, 1000, table.num_stages) for name in names}
     factor = chance.choice([0.25, 1.0, 2.5], table.num_microbatches) if seed % 2 else None
     return StageBytes(**named, microbatch_factor=factor)
+
+
+def test_a_workspace_is_there_while_its_row_runs_and_a_pair_has_those_of_both():
+    schedule = build("zb-h1", ranks=1, microbatches=2)
+    sizes = StageBytes.of(1, activation=10, weight_context=4, forward_workspace=3, backward_workspace=5)
+
+    assert " ".join(str(schedule.row(row)) for row in range(6)) == "0F0 0I0 0W0 0F1 0I1 0W1"
+    assert live_bytes(schedule, sizes).tolist() == [13, 15, 9, 13, 15, 9]
+    assert left_bytes(schedule, sizes).tolist() == [10, 4, 0, 10, 4, 0]
+    together = replace(schedule, joined=np.array([False, False, True, False, False, False]))
+    assert live_bytes(together, sizes)[2:4].tolist() == [4 + 5 + 10 + 3] * 2
 
 
 def peaks(table, live):

@@ -28,3 +28,12 @@ def test_a_share_of_it_is_over_before_all_of_it():
     assert budget.is_over_at(0.4)
     assert not budget.is_over_at(0.5)
     assert Budget(0.0, None).is_over_at(0.4)
+
+
+def test_a_share_of_it_is_so_many_trials():
+    budget = Budget(0.0, 100)
+    budget.spent = 70
+
+    assert [budget.trials(share, 1e9) for share in (0.2, 0.5)] == [20, 30]
+    assert Budget(60.0, None).trials(0.5, 0.01) == 3000
+    assert Budget(0.0, None).trials(1.0, 0.01) == 0

@@ -42,6 +42,8 @@ def random_costs(seed, **others):
         parameter_bytes=sizes(99),
         gradient_bytes=sizes(99),
         optimizer_bytes=sizes(99),
+        forward_workspace_bytes=sizes(60),
+        backward_workspace_bytes=sizes(200),
         **others,
     )
 

@@ -1,5 +1,7 @@
 """The search: never worse than what others found, its certificate, its limit, its determinism, and bad input."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -93,6 +95,29 @@ def test_messages_are_within_the_limit():
 
     assert max(found.peak_bytes) <= 40
     assert without.makespan_s < found.makespan_s
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize(("placement", "num_stages"), [("line", 3), ("v", 6), ("loop", 6), ("wave", 12)])
+def test_what_is_found_within_a_limit_has_room_for_every_workspace(placement, num_stages, seed):
+    random = np.random.default_rng(seed)
+    workspaces = {"forward_workspace_bytes": 15, "backward_workspace_bytes": 40}
+    sizes = {name: random.integers(0, most, num_stages) for name, most in workspaces.items()}
+    costs = random_costs(seed, num_stages, **sizes)
+    program = lower(one_at_a_time(place(placement, 3, num_stages), 6))
+    least = max(simulate(program, costs).peak_bytes)
+    options = {"placement": placement, "per_action": True, "evaluations": 1_000}
+
+    for limit in (least, least + 12, least + 30):
+        found = search(costs, 3, 6, memory_limit=limit, **options)
+
+        replayed = simulate(lower(found.schedule), costs)
+        assert max(replayed.peak_bytes) <= limit
+        assert found.lower_bound_s * (1 - 1e-9) <= found.makespan_s == replayed.makespan_s
+    without = replace(costs, **dict.fromkeys(workspaces, 0))
+    assert max(search(without, 3, 6, memory_limit=least - 1, **options).peak_bytes) < least
+    with pytest.raises(ScheduleError, match=f"no order was found that fits a limit of {least - 1}"):
+        search(costs, 3, 6, memory_limit=least - 1, **options)
 
 
 def test_equal_seeds_and_evaluations_find_the_same():

@@ -52,9 +52,11 @@ def is_large(num_rows: int) -> bool:
 class Hot:
     """A function over columns, compiled on first use with a large table, anew for each combination of their types."""
 
-    def __init__(self, function: Callable[..., Any], *helpers: Callable[..., Any]) -> None:
-        self._functions = (function, *helpers)
+    def __init__(self, function: Callable[..., Any], *helpers: Callable[..., Any], inlines: bool = False) -> None:
+        """Take a function and its helpers, which become parts of it if it `inlines` them: for short, frequent calls."""
+        self._functions, self._inlines = (function, *helpers), inlines
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled_of_forms: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, num_rows: int, *columns: Any) -> Any:
         """Run over columns of `num_rows` rows; arrays are changed in place."""
@@ -68,16 +70,23 @@ class Hot:
 
     def compiled(self, *columns: Any) -> Any:
         """Run compiled."""
+        form = tuple(map(_form, columns))  # found in a tenth of the time in which numba finds types
+        if form not in self._compiled_of_forms:
+            self._compiled_of_forms[form] = self._compiled_for(columns)
+        return self._compiled_of_forms[form](*columns)
+
+    def _compiled_for(self, columns: Sequence[Any]) -> Callable[..., Any]:
+        """Return the compiled function for columns of these types."""
         import numba
 
         types = tuple(map(numba.typeof, columns))
         if types not in self._compiled:
             start = time.perf_counter()
             LOG.info("compiling %s", self._functions[0].__qualname__)
-            self._compiled[types] = _compile(self._functions, types)
+            self._compiled[types] = _compile(self._functions, types, inlines=self._inlines)
             compiled_s = time.perf_counter() - start
             LOG.info("compiled in %.2f s", compiled_s, extra={"compiled_s": compiled_s})
-        return self._compiled[types](*columns)
+        return self._compiled[types]
 
 
 def frozen(column: Array) -> Array:
@@ -87,14 +96,22 @@ def frozen(column: Array) -> Array:
     return view
 
 
-def _compile(functions: Sequence[Callable[..., Any]], types: tuple[Any, ...]) -> Callable[..., Any]:
+def _form(column: Any) -> Any:
+    """Return what decides on numba's type of a column, or of a tuple of columns."""
+    if isinstance(column, np.ndarray):
+        return column.dtype, column.ndim, column.flags.num
+    return (type(column), *map(_form, column)) if isinstance(column, tuple) else type(column)
+
+
+def _compile(functions: Sequence[Callable[..., Any]], types: tuple[Any, ...], *, inlines: bool) -> Callable[..., Any]:
     """Load the machine code of the first function for columns of these types, or make it; the others are helpers."""
     import numba
 
-    digest = _digest(functions, types, numba.__version__)
+    digest = _digest(functions, types, f"{numba.__version__} {inlines}")
     names: dict[str, Any] = {}
     for helper in reversed(functions[1:]):
-        names[helper.__name__] = numba.njit(_with_globals(helper, names))
+        options: dict[str, Any] = {"inline": "always"} if inlines else {}
+        names[helper.__name__] = numba.njit(_with_globals(helper, names), **options)
     loop = _with_globals(functions[0], names)
     # Loading code that was damaged or written by half may fail with any error: the second name has files of its own.
     # Both fail where no folder can be written.

@@ -9,6 +9,7 @@
     message, to send  the start of the F, B or I making it   the end of its send
     message, to take  its receive, which posts the buffer    the start of its F, of whose activation it becomes a part;
                                                              the end of its B or I
+    workspace         the start of its F, R, B, I or W       the end of the same row
     whole weights     its UNSHARD                            its RESHARD
     whole gradients   the start of the first B or W of a     where its rank knows that their reduction is over, as
                       sharded unit since its reduction       `ir.whole` finds
@@ -42,7 +43,8 @@ from penstock.ir.table import Table
 from penstock.ir.whole import is_sharded, sums_of_units, whole_gradients
 from penstock.placement import Placement, stages_without_copies
 
-_SIZES = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient")
+WORKSPACES = ("forward_workspace", "backward_workspace")
+_SIZES = ("activation", "weight_context", "checkpoint", "message", "static", "weights", "gradient", *WORKSPACES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,10 @@ class StageBytes:
     """Bytes of the whole weights of a stage that is sharded, while they are gathered."""
     gradient: Int64s
     """Bytes of the whole gradients of a stage that is sharded, from its first backward to their reduction."""
+    forward_workspace: Int64s
+    """Bytes that a forward takes while it runs, beside what it keeps."""
+    backward_workspace: Int64s
+    """Bytes that each part of a backward takes while it runs."""
     microbatch_factor: NDArray[np.float64] | None = None
     """[num_microbatches] how many times these bytes the values of each have; None: once."""
     not_given: tuple[str, ...] = ()
@@ -197,6 +203,8 @@ def _changes(table: Table, sizes: StageBytes, on_host: bool) -> Int64s:
         Size.CHECKPOINT: sizes.checkpoint,
         Size.WEIGHT_INPUTS: sizes.weight_context,
         Size.WEIGHTS: _of_units(table, sizes.weights) if isinstance(table, Program) else np.zeros_like(message),
+        Size.FORWARD_WORKSPACE: sizes.forward_workspace,
+        Size.BACKWARD_WORKSPACE: sizes.backward_workspace,
     }
     changes = np.zeros((2, NUM_OPS, placement.num_stages), np.int64)
     for op, row in OPERATIONS.items():

@@ -6,8 +6,7 @@
 A LOAD makes the DATA that an F at an end of its route reads. With a recomputation F keeps its inputs only, the
 CHECKPOINT, and R makes the ACTIVATION again. OFFLOAD moves what F keeps to the host, and RELOAD moves it back. Each
 (stage, microbatch, slice) has one F, at most one R, and either one B or one I and one W. A value that is made on one
-rank and read on another travels as the message of a send and a receive. Some of what a row does depends on other rows:
-`ir.keeps` and `ir.awaits` derive that.
+rank and read on another travels as the message of a send and a receive. `ir.keeps` and `ir.awaits` derive the rest.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -91,8 +90,7 @@ class Group(Enum):
     """The ranks that hold the same stage in other pipelines; they run the same program."""
     TIED = auto()
     """The ranks of this pipeline whose stages hold one parameter."""
-    PIPELINE = auto()
-    """All ranks of this pipeline."""
+    PIPELINE = auto()  # all ranks of this pipeline
 
 
 class Value(IntEnum):
@@ -143,7 +141,7 @@ class Read:
 
 
 class Size(Enum):
-    """Bytes that costs give for a stage (`live.StageBytes`)."""
+    """Bytes that costs give for a stage (`live.StageBytes`); a workspace is there while a row runs."""
 
     OUTPUT = auto()
     """The message of the stage's output, and that of the output's gradient."""
@@ -153,6 +151,8 @@ class Size(Enum):
     CHECKPOINT = auto()
     WEIGHT_INPUTS = auto()
     WEIGHTS = auto()  # of a unit that is sharded, while they are whole
+    FORWARD_WORKSPACE = auto()
+    BACKWARD_WORKSPACE = auto()
 
 
 Bytes = Mapping[Size, int]
@@ -217,12 +217,10 @@ _F_KEEPS, _MORE, _LESS = (Value.CHECKPOINT, Value.ACTIVATION), {Size.ACTIVATION:
 
 def _backward(*, also_makes: Value, **columns: Any) -> Operation:
     """B or I: both take and pass on gradients, and free what their forward has kept."""
-    columns |= {"lane": Lane.COMPUTE, "runs_autograd": True, "at_start": {Size.INPUT: 1}}
-    reads = (
-        Read(Value.INPUT_GRADIENT, At.DOWNSTREAM),
-        Read(Value.ACTIVATION, column=1),
-        Read(Value.CARRY_GRADIENT, At.LATER_SLICE, 2),
-    )
+    columns |= {"lane": Lane.COMPUTE, "runs_autograd": True, "at_start": {Size.INPUT: 1, Size.BACKWARD_WORKSPACE: 1}}
+    columns["at_end"] |= {Size.BACKWARD_WORKSPACE: -1}
+    gradient, carry = Read(Value.INPUT_GRADIENT, At.DOWNSTREAM), Read(Value.CARRY_GRADIENT, At.LATER_SLICE, 2)
+    reads = gradient, Read(Value.ACTIVATION, column=1), carry
     makes = (Value.INPUT_GRADIENT, Value.CARRY_GRADIENT, also_makes)
     return Operation(reads=(*reads, _WEIGHTS), makes=makes, frees=tuple(read.value for read in reads), **columns)
 
@@ -260,7 +258,8 @@ OPERATIONS: dict[Op, Operation] = {
         makes=(Value.OUTPUT, Value.CARRY, Value.CHECKPOINT, Value.ACTIVATION),
         frees=(Value.OUTPUT, Value.CARRY, Value.DATA),
         # From now on the inputs are a part of the activation, and count once.
-        at_start={Size.OUTPUT: 1, Size.ACTIVATION: 1, Size.INPUT: -1},
+        at_start={Size.OUTPUT: 1, Size.ACTIVATION: 1, Size.INPUT: -1, Size.FORWARD_WORKSPACE: 1},
+        at_end={Size.FORWARD_WORKSPACE: -1},
         begins_keeping=True,
         colors=("#1F6FB5", "#4A9FE0", "#93C8F2"),
     ),
@@ -291,7 +290,8 @@ OPERATIONS: dict[Op, Operation] = {
         reads=(Read(Value.WEIGHT_INPUTS), _WEIGHTS),
         makes=(Value.GRADIENT,),
         frees=(Value.WEIGHT_INPUTS,),
-        at_end={Size.WEIGHT_INPUTS: -1},
+        at_start={Size.BACKWARD_WORKSPACE: 1},
+        at_end={Size.WEIGHT_INPUTS: -1, Size.BACKWARD_WORKSPACE: -1},
         ends_keeping=True,
         colors=("#6E2152", "#A8487F", "#D68FB5"),
     ),
@@ -314,7 +314,8 @@ OPERATIONS: dict[Op, Operation] = {
         reads=(Read(Value.CHECKPOINT), _WEIGHTS),
         makes=(Value.ACTIVATION,),
         frees=(Value.CHECKPOINT,),
-        at_start={Size.ACTIVATION: 1, Size.CHECKPOINT: -1},
+        at_start={Size.ACTIVATION: 1, Size.CHECKPOINT: -1, Size.FORWARD_WORKSPACE: 1},
+        at_end={Size.FORWARD_WORKSPACE: -1},
         remakes=True,
         is_in_torch=False,
         colors=("#0F0426", "#240959", "#502B99"),
@@ -396,5 +397,4 @@ def peer_at(op: Op) -> At:
 
 def makers(value: Value) -> list[Op]:
     """Return the operations that make a value, those first that count where several of them ran: R before F."""
-    ops = [op for op in Op if value in OPERATIONS[op].makes]
-    return sorted(ops, key=lambda op: not OPERATIONS[op].remakes)
+    return sorted((op for op in Op if value in OPERATIONS[op].makes), key=lambda op: not OPERATIONS[op].remakes)

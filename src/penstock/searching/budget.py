@@ -43,3 +43,9 @@ class Budget:
         """Return how many moves the next round may take."""
         num_moves = MOVES_PER_ROUND if self._evaluations is None else self._evaluations - self.spent
         return max(min(num_moves, MOVES_PER_ROUND), 0)
+
+    def trials(self, share: float, trial_s: float) -> int:
+        """Return how many sequences of `trial_s` each a share of the budget can time, and no more than what is left."""
+        if self._evaluations is not None:
+            return max(min(int(share * self._evaluations), self._evaluations - self.spent), 0)
+        return int(min(share * self._seconds, self.left_s) / trial_s)

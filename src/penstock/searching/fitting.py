@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.live import StageBytes, live_shares, whole_bytes
+from penstock.ir.live import WORKSPACES, StageBytes, live_shares, whole_bytes
 from penstock.ir.program import Program
 from penstock.partition.balance import balance, lightest_split, weights_of_parts
 from penstock.simulation.costs.layer_costs import LayerCosts
@@ -29,7 +29,7 @@ from penstock.simulation.costs.layer_costs import LayerCosts
 MOST_SPLITS = 20_000
 """The most splits that are all looked at."""
 MOST_MOVES = 500
-ALIVE = ("activation", "weight_context", "checkpoint", "message", "weights", "gradient")
+ALIVE = ("activation", "weight_context", "checkpoint", "message", *WORKSPACES, "weights", "gradient")
 STATIC = "static"
 SIZES = (*ALIVE, STATIC)
 """A rank holds the rounded sum of all but the last one, and what is static besides, as a proof adds them."""
@@ -160,11 +160,20 @@ def _bytes_of_parts(costs: LayerCosts, num_slices: int, shards: int) -> Array:
         "weight_context": summed(of_layers("weight_context_bytes")) if costs.weight_context_bytes else activation,
         "checkpoint": inputs[:, None] * all_ranges,
         "message": outputs[None, :] * all_ranges,
+        **{name: _largest(of_layers(f"{name}_bytes")) for name in WORKSPACES},
     }
     sizes = {name: np.rint(value / num_slices) for name, value in size_of_value.items()}
     sizes |= {"weights": summed(of_layers("parameter_bytes")), "gradient": summed(of_layers("gradient_bytes"))}
     sizes[STATIC] = np.ceil(summed(np.asarray(static_of_layers)) / shards)
     return np.stack([sizes[name] for name in SIZES])
+
+
+def _largest(values: Array) -> Array:
+    """Return the largest of the values of each range, [start, stop]; 0 where `start` is not before `stop`."""
+    largest = np.zeros((len(values) + 1, len(values) + 1))
+    for start in range(len(values)):
+        largest[start, start + 1 :] = np.maximum.accumulate(values[start:])
+    return largest
 
 
 def _times_of_ranks(costs: LayerCosts, program: Program, is_there: Sequence[bool]) -> list[Array]:

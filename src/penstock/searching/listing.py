@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.hot import Hot
+from penstock.placement import Placement
 from penstock.searching.problem import Ints, Problem, Seconds
-from penstock.searching.sequences import Columns, Timing, clear, earliest_s, put
+from penstock.searching.sequences import Columns, Timing
 
 Bools = NDArray[np.bool_]
 NEVER_S = 1e300
@@ -43,190 +44,270 @@ class Setting:
     """[num_ranks] whether the later one goes first of several stages."""
 
 
-class _State(NamedTuple):
+class ListState(NamedTuple):
     """A setting and a placement, which the loop reads, and columns that it writes: the state of a list schedule."""
 
     stages: Any
     """The stages of rank 0, then those of rank 1, and so on."""
     offsets: Any
     """[num_ranks + 1] the index in `stages` at which those of a rank begin."""
+    neighbours: Any
+    """[num_stages, 2] the ranks of the stages before and behind each stage, or the stage's own rank at an end."""
     most_under_way: Any
     prefers_inputs: Any
     waits_for_share: Any
     deep_first: Any
-    num_microbatches: int
     num_run: Any
     """[3, num_stages] by plane, how many microbatches have run: so the number of the one that runs next."""
-    action_of_plane: Any
-    """[3] by plane, the action that the rank at hand could run next, -1 for none."""
-    ready_s: Any
-    """[3] by plane, when this action could start."""
-    neighbours: Any
-    """[num_stages, 2] the ranks of the stages before and behind each stage, or the stage's own rank at an end."""
+    oldest: Any
+    """[num_ranks] the oldest microbatch that a rank has not brought to its last I; their number where there is none."""
+    missing_bytes: Any
+    """[num_ranks] the bytes that the F of this microbatch which have not run need on the rank, and a backward."""
     next_action: Any
     """[num_ranks] the action that each rank would run next, -1 for none."""
     next_s: Any
     """[num_ranks] when this action could start."""
+    left_s: Any
+    """[num_ranks] the seconds of the actions that a rank has yet to run."""
+    most_s: Any
+    """[1] the latest end of a schedule that is of use; one that cannot keep it is given up."""
     is_changed: Any
     """[num_ranks] whether something has happened on a rank or beside it since its next action was chosen."""
+
+    @classmethod
+    def of(cls, placement: Placement, setting: Setting) -> "ListState":
+        """Return the state of a placement, with copies of the columns of a setting."""
+        stages_of_rank, num_ranks = placement.stages_of_rank, placement.num_ranks
+        return cls(
+            stages=np.array([stage for stages in stages_of_rank for stage in stages], np.int64),
+            offsets=np.cumsum([0, *map(len, stages_of_rank)]).astype(np.int64),
+            neighbours=_neighbours(placement),
+            most_under_way=setting.most_under_way.astype(np.int64),
+            prefers_inputs=setting.prefers_inputs.copy(),
+            waits_for_share=setting.waits_for_share.copy(),
+            deep_first=setting.deep_first.copy(),
+            num_run=np.zeros((NUM_PLANES, placement.num_stages), np.int64),
+            oldest=np.zeros(num_ranks, np.int64),
+            missing_bytes=np.zeros(num_ranks, np.int64),
+            next_action=np.zeros(num_ranks, np.int64),
+            next_s=np.zeros(num_ranks),
+            left_s=np.zeros(num_ranks),
+            most_s=np.full(1, NEVER_S),
+            is_changed=np.zeros(num_ranks, np.bool_),
+        )
 
 
 def list_schedule(problem: Problem, setting: Setting) -> Ints | None:
     """Return the sequence of a setting; None where memory leaves no rank anything to do before the end."""
     sequence = np.empty(problem.num_actions, np.int32)
-    stages_of_rank = problem.placement.stages_of_rank
-    timing = Timing.of(problem)
-    timing.arrival_s[:] = NOT_YET_S
-    state = _State(
-        stages=np.array([stage for stages in stages_of_rank for stage in stages], np.int64),
-        offsets=np.cumsum([0, *map(len, stages_of_rank)]).astype(np.int64),
-        most_under_way=setting.most_under_way.astype(np.int64),
-        prefers_inputs=setting.prefers_inputs,
-        waits_for_share=setting.waits_for_share,
-        deep_first=setting.deep_first,
-        num_microbatches=problem.num_microbatches,
-        num_run=np.zeros((NUM_PLANES, problem.num_stages), np.int64),
-        action_of_plane=np.zeros(NUM_PLANES, np.int64),
-        ready_s=np.zeros(NUM_PLANES),
-        neighbours=_neighbours(problem),
-        next_action=np.full(problem.num_ranks, -1, np.int64),
-        next_s=np.zeros(problem.num_ranks),
-        is_changed=np.ones(problem.num_ranks, np.bool_),
-    )
-    num_actions = _LIST.compiled(Columns.of(problem), state, timing, sequence)
+    state = ListState.of(problem.placement, setting)
+    num_actions = _LIST.compiled(Columns.of(problem), state, Timing.of(problem), sequence)
     return sequence if num_actions == problem.num_actions else None
 
 
-def _neighbours(problem: Problem) -> NDArray[np.int64]:
-    placement, stages = problem.placement, np.arange(problem.num_stages)
+def _neighbours(placement: Placement) -> NDArray[np.int64]:
+    stages = np.arange(placement.num_stages)
     neighbours = np.column_stack([placement.previous_stage, placement.next_stage])
     neighbours = np.where(neighbours < 0, stages[:, None], neighbours)
     return np.ascontiguousarray(np.array(placement.rank_of_stage)[neighbours], np.int64)
 
 
-def _oldest_microbatch(state: _State, rank: int) -> int:
-    """Return the oldest microbatch that a rank has not brought to its last I; their number where there is none."""
-    oldest = state.num_microbatches
-    for index in range(state.offsets[rank], state.offsets[rank + 1]):
-        if state.num_run[INPUT_PLANE, state.stages[index]] < oldest:
-            oldest = state.num_run[INPUT_PLANE, state.stages[index]]
-    return int(oldest)
+def _find_oldest(
+    rank: int,
+    stages: Any,
+    offsets: Any,
+    num_run: Any,
+    taken_bytes: Any,
+    freed_bytes: Any,
+    room_bytes: Any,
+    oldest: Any,
+    missing_bytes: Any,
+) -> None:
+    """Find the oldest microbatch whose last I a rank has not run, and the bytes that it needs to come there.
 
-
-def _missing_bytes(columns: Any, state: _State, rank: int, microbatch: int) -> int:
-    """Return the bytes that the F of a microbatch have yet to take on a rank."""
-    num_bytes = 0
-    for index in range(state.offsets[rank], state.offsets[rank + 1]):
-        stage = state.stages[index]
-        if microbatch < state.num_microbatches and state.num_run[FORWARD_PLANE, stage] <= microbatch:
-            num_bytes += columns.taken_bytes[stage * state.num_microbatches + microbatch]
-    return int(num_bytes)
-
-
-def _may_forward(columns: Columns, state: _State, timing: Timing, rank: int, stage: int, action: int) -> bool:
-    """Whether a forward may run by the numbers under way and by memory, with room left for the oldest microbatch."""
-    microbatch = state.num_run[FORWARD_PLANE, stage]
-    if microbatch - state.num_run[INPUT_PLANE, stage] >= state.most_under_way[stage]:
-        return False
-    held_bytes = timing.held_bytes[rank] + columns.taken_bytes[action]
-    if held_bytes > columns.limit[rank]:
-        return False
-    oldest = _oldest_microbatch(state, rank)
-    if microbatch <= oldest:
-        return True
-    return bool(held_bytes + _missing_bytes(columns, state, rank, oldest) <= columns.limit[rank])
-
-
-def _ready_s(columns: Columns, state: _State, timing: Timing, plane: int, stage: int, rank: int) -> float:
-    """Return when the next action of a stage could start; below 0 where it cannot yet."""
-    microbatch = state.num_run[plane, stage]
-    # A microbatch runs in the order of planes: an I after its F, a W after its I.
-    is_first = plane == FORWARD_PLANE
-    if microbatch == state.num_microbatches or (not is_first and state.num_run[plane - 1, stage] <= microbatch):
-        return NOT_YET_S
-    action = (plane * len(state.stages) + stage) * state.num_microbatches + microbatch
-    source = columns.source[action]
-    if source >= 0 and timing.arrival_s[source] < 0.0:
-        return NOT_YET_S
-    if is_first:
-        if not _may_forward(columns, state, timing, rank, stage, action):
-            return NOT_YET_S
-    elif timing.held_bytes[rank] + columns.taken_bytes[action] > columns.limit[rank]:
-        return NOT_YET_S
-    return earliest_s(columns, timing, action)
-
-
-def _find_next(columns: Columns, state: _State, timing: Timing, rank: int) -> None:
-    """Find the next F, I and W of a rank, of several stages the one that can start first."""
-    for plane in range(NUM_PLANES):
-        state.action_of_plane[plane] = -1
-        state.ready_s[plane] = NEVER_S
-        for index in range(state.offsets[rank], state.offsets[rank + 1]):
-            stage = state.stages[index]
-            start_s, first_s = _ready_s(columns, state, timing, plane, stage, rank), state.ready_s[plane]
-            if start_s >= 0.0 and (start_s < first_s or (start_s == first_s and state.deep_first[rank])):
-                action = (plane * len(state.stages) + stage) * state.num_microbatches + state.num_run[plane, stage]
-                state.action_of_plane[plane] = action
-                state.ready_s[plane] = start_s
-
-
-def _choose_plane(columns: Columns, state: _State, timing: Timing, rank: int) -> int:
-    """Return the plane (forward, input gradient or weight gradient) that a rank runs next; -1 for nothing to run.
-
-    By the setting of the rank, one of forward and input gradient goes first where both are ready at the same time. A
-    weight gradient runs where nothing else is ready, or where it holds the other up by a small share of its seconds.
+    Its F that have not run follow each other, and then a backward: each takes its workspace when the one before has
+    given its own back.
     """
-    first = INPUT_PLANE if state.prefers_inputs[rank] else FORWARD_PLANE
-    second = FORWARD_PLANE if state.prefers_inputs[rank] else INPUT_PLANE
-    actions, ready_s = state.action_of_plane, state.ready_s
-    plane = first
-    if actions[first] < 0 or (actions[second] >= 0 and ready_s[second] < ready_s[first]):
-        plane = second
-    weight = actions[WEIGHT_PLANE]
-    if weight >= 0:
-        delay_s = timing.free_s[rank] + columns.seconds[weight] - ready_s[plane]  # by which W would hold it back
-        if actions[plane] < 0 or delay_s <= state.waits_for_share[rank] * columns.seconds[weight]:
-            plane = WEIGHT_PLANE
-    return plane if actions[plane] >= 0 else -1
+    num_microbatches = len(taken_bytes) // num_run.size
+    microbatch = num_microbatches
+    for index in range(offsets[rank], offsets[rank + 1]):
+        microbatch = min(microbatch, num_run[INPUT_PLANE, stages[index]])
+    kept_bytes, most_bytes = 0, 0
+    for index in range(offsets[rank], offsets[rank + 1]):
+        stage = stages[index]
+        if microbatch < num_microbatches and num_run[FORWARD_PLANE, stage] <= microbatch:
+            action = stage * num_microbatches + microbatch
+            most_bytes = max(most_bytes, kept_bytes + room_bytes[action])
+            kept_bytes += taken_bytes[action] - freed_bytes[action]
+    oldest[rank] = microbatch
+    missing_bytes[rank] = most_bytes
 
 
-def _fill_sequence(columns: Columns, state: _State, timing: Timing, sequence: Any) -> int:
+def _choose_action(
+    rank: int,
+    free_s: float,
+    free_bytes: int,
+    oldest: int,
+    missing_bytes: int,
+    prefers_inputs: bool,
+    waits_for_share: float,
+    is_deep: bool,
+    most_under_way: Any,
+    stages: Any,
+    num_run: Any,
+    ranks: Any,
+    seconds: Any,
+    sources: Any,
+    arrival_s: Any,
+    lag_s: Any,
+    taken_bytes: Any,
+    freed_bytes: Any,
+    room_bytes: Any,
+) -> tuple[int, float]:
+    """Return the action that a rank would run next by the rules of its setting, -1 for none, and when it could start.
+
+    `free_s` and `free_bytes` are when the rank is free, and what it may still take. An F of a microbatch behind the
+    `oldest` one leaves the `missing_bytes` free that this one needs to come to its end.
+    """
+    num_stages, num_microbatches = num_run.shape[1], len(sources) // num_run.size
+    chosen = -1
+    chosen_s = NEVER_S
+    for plane in range(NUM_PLANES):
+        # Find the F, I or W that could start first, of several stages.
+        first = -1
+        first_s = NEVER_S
+        is_forward = plane == FORWARD_PLANE
+        for stage in stages:
+            microbatch = num_run[plane, stage]
+            # A microbatch runs in the order of planes: an I after its F, a W after its I.
+            if microbatch == num_microbatches or (not is_forward and num_run[plane - 1, stage] <= microbatch):
+                continue
+            if is_forward and microbatch - num_run[INPUT_PLANE, stage] >= most_under_way[stage]:
+                continue
+            action = (plane * num_stages + stage) * num_microbatches + microbatch
+            source = sources[action]
+            needed_bytes = taken_bytes[action]
+            if is_forward and microbatch > oldest:
+                needed_bytes = max(room_bytes[action], needed_bytes - freed_bytes[action] + missing_bytes)
+            if needed_bytes > free_bytes or (source >= 0 and arrival_s[source] < 0.0):
+                continue
+            start_s = free_s
+            if source >= 0 and ranks[source] != rank:  # a source on the same rank has ended when the rank is free
+                start_s = max(free_s, arrival_s[source] + lag_s[action])
+            if start_s < first_s or (start_s == first_s and is_deep):
+                first = action
+                first_s = start_s
+        if first < 0:
+            continue
+        # Of F and I, the one that is ready first goes first, or that the setting prefers. A W goes before them where it
+        # holds them up by a small share of its own seconds: it would end that late.
+        is_chosen = chosen < 0 or first_s < chosen_s or (first_s == chosen_s and prefers_inputs)
+        if plane == WEIGHT_PLANE:
+            is_chosen = chosen < 0 or free_s + seconds[first] - chosen_s <= waits_for_share * seconds[first]
+        if is_chosen:
+            chosen = first
+            chosen_s = first_s
+    return chosen, chosen_s
+
+
+def _reset(columns: Columns, state: ListState, timing: Timing) -> None:
+    """Let nothing have run."""
+    timing.arrival_s[:] = NOT_YET_S
+    timing.free_s[:] = 0.0
+    timing.held_bytes[:] = 0
+    timing.link_free_s[:] = 0.0
+    state.num_run[:] = 0
+    state.is_changed[:] = True
+    state.left_s[:] = 0.0
+    for action in range(len(columns.rank)):
+        state.left_s[columns.rank[action]] += columns.seconds[action]
+    for rank in range(len(timing.free_s)):
+        _find_oldest(
+            rank,
+            state.stages,
+            state.offsets,
+            state.num_run,
+            columns.taken_bytes,
+            columns.freed_bytes,
+            columns.room_bytes,
+            state.oldest,
+            state.missing_bytes,
+        )
+
+
+def fill_sequence(columns: Columns, state: ListState, timing: Timing, sequence: Any) -> int:
     """Put actions into `sequence` one after another, always the one that can start first; return how many there are.
 
-    `state.next_action` [num_ranks] holds what each rank would run next by its rules, -1 for nothing, and `state.next_s`
-    when. A return below the number of all actions means that memory leaves no rank anything to run. A plane is a kind:
-    forward, input gradient or weight gradient; the number of an action is (plane x stages + stage) x microbatches +
-    microbatch.
+    Each rank chooses what it would run next by the rules of the setting; of all ranks, the one that starts first runs.
+    A return below the number of all actions means that memory leaves no rank anything to run; below 0, that a rank
+    cannot end by `state.most_s`. `timing` then has when ranks are free, and when results are there. The number of an
+    action is (plane x stages + stage) x microbatches + microbatch; a plane is a kind: forward, input gradient or
+    weight gradient.
+
+    Each column is a variable of its own, and helpers get single columns: compiled code counts references to each column
+    that it takes from a tuple, and would take seven times as long if it did so for every action.
     """
-    plane_size = len(state.stages) * state.num_microbatches
-    clear(timing)
-    for index in range(len(sequence)):
-        action = -1
-        start_s = NEVER_S
-        for rank in range(len(state.next_action)):
+    ranks, seconds, sources, links, lag_s = columns.rank, columns.seconds, columns.source, columns.link, columns.lag_s
+    wire_s, taken_bytes, freed_bytes, limit = columns.wire_s, columns.taken_bytes, columns.freed_bytes, columns.limit
+    stages, offsets, neighbours, most_under_way = state.stages, state.offsets, state.neighbours, state.most_under_way
+    prefers_inputs, waits_for_share, deep_first = state.prefers_inputs, state.waits_for_share, state.deep_first
+    num_run, oldest, missing_bytes, is_changed = state.num_run, state.oldest, state.missing_bytes, state.is_changed
+    next_action, next_s, left_s, most_s = state.next_action, state.next_s, state.left_s, state.most_s[0]
+    free_s, held_bytes, arrival_s, link_free_s = timing.free_s, timing.held_bytes, timing.arrival_s, timing.link_free_s
+    room_bytes, num_microbatches = columns.room_bytes, len(sequence) // num_run.size
+    _reset(columns, state, timing)
+    for count in range(len(sequence)):
+        action, start_s = -1, NEVER_S
+        for rank in range(len(free_s)):
             # Choose anew only on ranks for which the last action has changed something.
-            if state.is_changed[rank]:
-                state.is_changed[rank] = False
-                _find_next(columns, state, timing, rank)
-                plane = _choose_plane(columns, state, timing, rank)
-                state.next_action[rank] = state.action_of_plane[plane] if plane >= 0 else -1
-                state.next_s[rank] = state.ready_s[plane]
-            if state.next_action[rank] >= 0 and state.next_s[rank] < start_s:
-                action, start_s = state.next_action[rank], state.next_s[rank]
+            if is_changed[rank]:
+                is_changed[rank] = False
+                next_action[rank], next_s[rank] = _choose_action(
+                    rank,
+                    free_s[rank],
+                    limit[rank] - held_bytes[rank],
+                    oldest[rank],
+                    missing_bytes[rank],
+                    prefers_inputs[rank],
+                    waits_for_share[rank],
+                    deep_first[rank],
+                    most_under_way,
+                    stages[offsets[rank] : offsets[rank + 1]],
+                    num_run,
+                    ranks,
+                    seconds,
+                    sources,
+                    arrival_s,
+                    lag_s,
+                    taken_bytes,
+                    freed_bytes,
+                    room_bytes,
+                )
+            if next_action[rank] >= 0 and next_s[rank] < start_s:
+                action, start_s = next_action[rank], next_s[rank]
         if action < 0:
-            return index
-        # Run the action that starts first.
-        plane = action // plane_size
-        stage = (action - plane * plane_size) // state.num_microbatches
-        state.num_run[plane, stage] += 1
-        put(columns, timing, action, start_s)
-        sequence[index] = action
-        state.is_changed[columns.rank[action]] = True
-        # The result may be what the rank of the stage before or behind waits for.
-        for side in range(state.neighbours.shape[1]):
-            state.is_changed[state.neighbours[stage, side]] = True
+            return count
+        # Run the action that starts first: its rank is busy until it ends, and its result leaves when the link is free.
+        rank = ranks[action]
+        plane, stage = action // num_microbatches // num_run.shape[1], action // num_microbatches % num_run.shape[1]
+        sequence[count] = action
+        num_run[plane, stage] += 1
+        free_s[rank] = ready_s = start_s + seconds[action]
+        left_s[rank] -= seconds[action]
+        if ready_s + left_s[rank] > most_s:
+            return -1
+        held_bytes[rank] += taken_bytes[action] - freed_bytes[action]
+        link = links[action]
+        if link >= 0:
+            link_free_s[link] = ready_s = max(link_free_s[link], ready_s) + wire_s[action]
+        arrival_s[action] = ready_s
+        if plane != WEIGHT_PLANE:
+            _find_oldest(rank, stages, offsets, num_run, taken_bytes, freed_bytes, room_bytes, oldest, missing_bytes)
+        # The rank of the stage before or behind may have waited for the result.
+        is_changed[rank] = is_changed[neighbours[stage, 0]] = is_changed[neighbours[stage, 1]] = True
     return len(sequence)
 
 
-_HELPERS = (_find_next, _choose_plane, _ready_s, _may_forward, _missing_bytes, _oldest_microbatch)
-_LIST = Hot(_fill_sequence, *_HELPERS, earliest_s, put, clear)
+DECODER = (fill_sequence, _reset, _choose_action, _find_oldest)
+"""The loop of list schedules, and its helpers."""
+_LIST = Hot(*DECODER, inlines=True)

@@ -83,7 +83,7 @@ def _successors(problem: Problem) -> Ints:
     return successors
 
 
-def _draw(state: Any, below: int) -> int:
+def draw(state: Any, below: int) -> int:
     """Return a number from 0, below another one, from the upper bits of a linear congruential generator of 31 bits."""
     state[0] = (state[0] * 1103515245 + 12345) & 0x7FFFFFFF
     high = state[0] >> 8
@@ -138,8 +138,8 @@ def _find_path(columns: Any, state: State, timing: Timing, by_span: bool) -> int
 
 def _draw_target(columns: Columns, successors: Any, state: State, action: int) -> int:
     """Draw the index to which an action goes: past some of its rank's actions, between its sources and successors."""
-    num_to_pass = 1 + _draw(state.random, LONGEST_MOVE)
-    is_earlier = _draw(state.random, 2) == 0
+    num_to_pass = 1 + draw(state.random, LONGEST_MOVE)
+    is_earlier = draw(state.random, 2) == 0
     # Find the index that the action may not reach: that of its last source, or of its first successor.
     end = -1 if is_earlier else len(state.sequence)
     if is_earlier:
@@ -186,7 +186,7 @@ def _is_accepted(columns: Any, state: State, timing: Timing, more_s: float, temp
     for rank in range(len(columns.limit)):
         if timing.peak_bytes[rank] > columns.limit[rank]:
             return False
-    return more_s <= 0.0 or more_s < temperature_s * _draw(state.random, CHANCE_STEPS) / CHANCE_STEPS
+    return more_s <= 0.0 or more_s < temperature_s * draw(state.random, CHANCE_STEPS) / CHANCE_STEPS
 
 
 def _note_best(state: State, objective_s: float) -> None:
@@ -216,8 +216,8 @@ def _try_moves(
     cost_s = _cost_s(timing, by_span)
     num_critical = _find_path(columns, state, timing, by_span)
     for _number in range(num_moves):
-        is_critical = _draw(state.random, 2) == 0  # half of the moves take an action of the critical path
-        action = state.path[_draw(state.random, num_critical)] if is_critical else _draw(state.random, num_actions)
+        is_critical = draw(state.random, 2) == 0  # half of the moves take an action of the critical path
+        action = state.path[draw(state.random, num_critical)] if is_critical else draw(state.random, num_actions)
         begin = state.index_of[action]
         target = _draw_target(columns, successors, state, action)
         if target == begin:
@@ -238,5 +238,5 @@ def _try_moves(
         _note_best(state, timing.span_s[0] if by_span else timing.makespan_s[0])
 
 
-_HELPERS = (_find_path, _previous_on_rank, _draw_target, _cost_s, _is_accepted, _note_best, _shift, _draw)
+_HELPERS = (_find_path, _previous_on_rank, _draw_target, _cost_s, _is_accepted, _note_best, _shift, draw)
 _MOVE = Hot(_try_moves, *_HELPERS, *TIMERS)

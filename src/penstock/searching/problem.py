@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.ir.deps import NONE, predecessors
 from penstock.ir.live import changes_of_rows, one_each
 from penstock.ir.operations import Kind
+from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
 from penstock.placement import Placement
 from penstock.simulation.channels import Lags, Wires
@@ -50,13 +51,17 @@ class Problem:
     wire_s: Seconds
     """Seconds that the result takes on its serialized link."""
     taken_bytes: Bytes
-    """Bytes that the rank holds from the action's start on."""
+    """Bytes that the rank holds from the action's start on, the action's workspace among them."""
     freed_bytes: Bytes
     """Bytes that the rank frees at the action's end."""
+    room_bytes: Bytes
+    """Bytes that have to be free for the action; before an F, so many that a backward finds its workspace behind it."""
     limit: Bytes
     """[num_ranks] the most bytes that each rank may hold."""
     launch_s: float
     """The seconds of a launch, which runs before an action starts and counts among the action's seconds."""
+    recomputed_stages: tuple[int, ...] = ()
+    """The stages whose forwards run again, each right before its I, which counts the seconds of both."""
 
     @property
     def num_actions(self) -> int:
@@ -96,6 +101,7 @@ class Problem:
         wires = Wires.of(table, messages, factors)
         sizes = one_each(table) if counts else costs.stage_bytes(placement, num_microbatches)
         taken_bytes, freed_bytes = changes_of_rows(table, sizes)
+        room_bytes = _room_bytes(table, taken_bytes, freed_bytes)
         columns: dict[str, NDArray[Any]] = {
             "rank": table.rank_of_row,
             "seconds": seconds_of_rows(table, costs, seconds_of_ops(table, costs)),
@@ -106,6 +112,7 @@ class Problem:
             "wire_s": wires.seconds,
             "taken_bytes": taken_bytes,
             "freed_bytes": freed_bytes,
+            "room_bytes": room_bytes,
         }
         # Sort all columns by the numbers of actions.
         row_of_action = np.argsort(numbers)
@@ -121,7 +128,21 @@ class Problem:
         plane, stage, microbatch = np.unravel_index(sequence, shape)
         rows = np.stack([np.array(PLANES)[plane], stage, microbatch], axis=1)
         orders = [rows[self.rank[sequence] == rank] for rank in range(self.num_ranks)]
-        return Schedule.from_arrays(name, self.placement, orders, num_microbatches=self.num_microbatches)
+        schedule = Schedule.from_arrays(name, self.placement, orders, num_microbatches=self.num_microbatches)
+        return with_recompute(schedule, self.recomputed_stages) if self.recomputed_stages else schedule
+
+
+def _room_bytes(table: Schedule, taken_bytes: Bytes, freed_bytes: Bytes) -> Bytes:
+    """[num_rows] bytes that have to be free for each row.
+
+    Forwards that filled all memory would leave no backward the room for its workspace, and only a backward makes room.
+    So an F needs what it keeps, and beside that the largest workspace of any backward of its rank.
+    """
+    is_forward, rank = table.op == Kind.FORWARD, table.rank_of_row
+    largest_of_rank = np.zeros(table.num_ranks, np.int64)
+    np.maximum.at(largest_of_rank, rank[~is_forward], taken_bytes[~is_forward])
+    with_backward = taken_bytes - freed_bytes + largest_of_rank[rank]
+    return np.where(is_forward, np.maximum(taken_bytes, with_backward), taken_bytes)
 
 
 def numbers_of_rows(table: Schedule) -> NDArray[np.int64]:

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from penstock.ir.operations import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
+from penstock.placement import Placement
 from penstock.planning import Plan
 from penstock.searching.bounds import Bound
 from penstock.searching.candidates import Method
@@ -55,11 +59,21 @@ class SearchResult:
     was_interrupted: bool = False
     """Whether Ctrl-C ended it before its time."""
     split: tuple[int, ...] = ()
-    """The layers of each stage where the usual split left no order within the limit; all else is of this split."""
+    """The layers of each stage, where a joint search chose them or the usual split left no order within the limit."""
 
     @property
     def schedule(self) -> Schedule:
         return self.plan.schedule
+
+    @property
+    def placement(self) -> Placement:
+        return self.plan.schedule.placement
+
+    @property
+    def recomputed_stages(self) -> tuple[int, ...]:
+        """The stages whose forwards run again before their I."""
+        schedule = self.schedule
+        return tuple(np.unique(schedule.stage[schedule.op == Kind.RECOMPUTE]).tolist())
 
     @property
     def timeline(self) -> Timeline:

@@ -34,6 +34,7 @@ class Columns(NamedTuple):
     wire_s: Any
     taken_bytes: Any
     freed_bytes: Any
+    room_bytes: Any
     limit: Any
     launch_s: float
 

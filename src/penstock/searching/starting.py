@@ -31,10 +31,10 @@ def starts_of(problem: Problem, families: Sequence[Candidate], question: Questio
     starts: list[Candidate] = []
     for _ in range(NUM_TIGHTENED + 1):
         starts = _fitting(problem, families, question, budget) or starts
-        excess_bytes = _excess_bytes(starts[0], question) if starts else np.zeros(1, np.int64)
-        if not excess_bytes.any():
+        missing_bytes = excess_bytes(starts[0], question) if starts else np.zeros(1, np.int64)
+        if not missing_bytes.any():
             break
-        problem = replace(problem, limit=problem.limit - excess_bytes)
+        problem = replace(problem, limit=problem.limit - missing_bytes)
     return starts
 
 
@@ -64,7 +64,7 @@ def _fitting(problem: Problem, families: Sequence[Candidate], question: Question
     return sorted((candidate for candidate in candidates if candidate.fits), key=by_objective)[:MOST_STARTS]
 
 
-def _excess_bytes(candidate: Candidate, question: Question) -> Bytes:
+def excess_bytes(candidate: Candidate, question: Question) -> Bytes:
     """Return by how much each rank of a candidate's program is above the limit, [num_ranks]."""
     if question.memory_limit is None:
         return np.zeros(1, np.int64)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.execute.observing.layer_sizes import CONTEXT, LayerSizes, SavedTensorTracker, storages
+from penstock.execute.observing.workspaces import StorageMeter
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.split.deferred_weights import DeferredWeights
 from penstock.execute.stages.stage import Stage
@@ -69,7 +70,7 @@ class CountedStage:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.sizes = LayerSizes([stage], is_sharded=False)
+        self.sizes = LayerSizes([stage], StorageMeter(), is_sharded=False)
         self._tracker = SavedTensorTracker(self.sizes.note_saved)
 
     @contextmanager
@@ -79,7 +80,7 @@ class CountedStage:
         note_outputs = partial(self._tracker.note_functions, self.stage.index)
         with (
             self._tracker.tracking(self.stage.index, parameter_addresses, _called),
-            self.sizes.watching(_called, note_outputs),
+            self.sizes.watching(self.stage, _called, note_outputs, has_workspace=False),
         ):
             yield
 

@@ -60,8 +60,9 @@ def test_what_is_written_reads_back_to_the_last_bit(schedule, seed):
 
 
 @pytest.mark.parametrize("factors", [None, (1.0, 0.5, 0.25, 1.0)])
-def test_a_predicted_timeline_reads_back_with_its_sizes(factors):
-    costs = Costs.uniform(activation_bytes=(2**40, 3), message_bytes=(7, 0))
+@pytest.mark.parametrize("workspaces", [{}, {"backward_workspace_bytes": (5, 6)}])
+def test_a_predicted_timeline_reads_back_with_its_sizes(factors, workspaces):
+    costs = Costs.uniform(activation_bytes=(2**40, 3), message_bytes=(7, 0), **workspaces)
     timeline = simulate(lower(build("1f1b", ranks=2, microbatches=4)), costs)
     factor = None if factors is None else np.array(factors)
     timeline = replace(timeline, sizes=replace(timeline.sizes, microbatch_factor=factor))
@@ -70,6 +71,8 @@ def test_a_predicted_timeline_reads_back_with_its_sizes(factors):
 
     assert plain(found) == plain(timeline)
     assert (found.source, found.peak_bytes) == ("predicted", timeline.peak_bytes)
+    # A Penstock that knows no workspaces reads files without any.
+    assert ("backward_workspace" in json.loads(timeline.to_json())["sizes"]) == bool(workspaces)
 
 
 def test_files_of_before_there_were_reasons_are_read():

@@ -17,7 +17,7 @@ PER_STAGE = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
 BESIDE = ("optimizer_s", "unshard_s", "reduce_s", "offload_s", "reload_s")
 BYTES = (
     "message_bytes", "activation_bytes", "weight_context_bytes", "parameter_bytes", "gradient_bytes",
-    "optimizer_bytes",
+    "optimizer_bytes", "forward_workspace_bytes", "backward_workspace_bytes",
 )  # fmt: skip
 PER_MICROBATCH = ("microbatch_compute_factor", "microbatch_bytes_factor")
 SINGLE = ("latency_s", "launch_s", "bandwidth_bytes_per_s", "overlap_factor")
@@ -167,6 +167,7 @@ def test_the_bytes_of_stages_are_those_of_the_fields_and_a_checkpoint_is_what_ar
     costs = Costs(
         activation_bytes=(2**40, 2), weight_context_bytes=(3,), message_bytes=(4, 5), parameter_bytes=(6,),
         gradient_bytes=(7, 8), optimizer_bytes=(9,), microbatch_bytes_factor=(1.0, 0.5, 1.0),
+        forward_workspace_bytes=10, backward_workspace_bytes=(11, 12),
     )  # fmt: skip
 
     sizes = costs.stage_bytes(Placement.line(2), 3)
@@ -176,6 +177,7 @@ def test_the_bytes_of_stages_are_those_of_the_fields_and_a_checkpoint_is_what_ar
     assert sizes.activation.dtype == np.int64
     assert sizes.checkpoint.tolist() == [0, 4]
     assert sizes.static.tolist() == [22, 23]
+    assert (sizes.forward_workspace.tolist(), sizes.backward_workspace.tolist()) == ([10, 10], [11, 12])
     assert sizes.microbatch_factor.tolist() == [1, 0.5, 1]
     assert sizes.not_given == ()
     given = replace(costs, checkpoint_bytes=(10, 20)).stage_bytes(Placement.line(2), 3)

@@ -11,8 +11,9 @@ def schedule(name="1f1b", ranks=2, **others):
 
 def test_stages_and_slices_share_what_a_rank_has_of_the_model():
     costs = Costs.uniform(
-        forward=1, transfer=5, launch_s=6, activation_bytes=40, message_bytes=8, parameter_bytes=100, optimizer_s=2
-    )
+        forward=1, transfer=5, launch_s=6, activation_bytes=40, message_bytes=8, parameter_bytes=100, optimizer_s=2,
+        backward_workspace_bytes=60,
+    )  # fmt: skip
 
     two_stages = share_of_rank(costs, schedule("zbv"))
     two_slices = share_of_rank(costs, schedule("seq1f1b", slices=2))
@@ -22,6 +23,8 @@ def test_stages_and_slices_share_what_a_rank_has_of_the_model():
     assert (two_slices.forward_s, two_slices.backward_s, two_slices.optimizer_s) == ((0.5,), (1.0,), (2,))
     assert (two_slices.activation_bytes, two_slices.parameter_bytes) == ((20,), (100,))
     assert (two_stages.message_bytes, two_slices.message_bytes) == ((8,), (4,))
+    # The largest workspace of a rank's layers is that of one of its stages.
+    assert (two_stages.backward_workspace_bytes, two_slices.backward_workspace_bytes) == ((60,), (30,))
     assert (two_stages.latency_s, two_stages.launch_s) == (5, 6)
 
 

@@ -29,6 +29,8 @@ optimizer_us = 3
 is_exclusive = true
 bandwidth_gb_per_s = 25
 message_mib = 13.5
+forward_workspace_mib = 1.5
+backward_workspace_kb = [2, 3]
 microbatch_compute_factor = [1, 2.5]
 
 [[channels]]
@@ -52,6 +54,8 @@ COSTS = Costs(
     is_exclusive=True,
     bandwidth_bytes_per_s=25e9,
     message_bytes=(27 * 2**19,),
+    forward_workspace_bytes=(3 * 2**19,),
+    backward_workspace_bytes=(2000, 3000),
     microbatch_compute_factor=(1.0, 2.5),
     channels=(Channel(0, 1, 12e-6),),
     spreads=(Spread(Kind.FORWARD, 1, 0.024, 0.00025),),

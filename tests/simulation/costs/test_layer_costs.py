@@ -26,6 +26,7 @@ PARTS = (range(2), range(2, 5))
 
 COPIES = [range(3), range(3, 4), range(3), range(3, 4)]
 RECOMPUTED = LayerCosts(forward=[1.0] * 3, checkpoint_bytes=[0, 4, 8])
+WORKING = LayerCosts(forward=1.0, forward_workspace_bytes=[1, 9, 2, 3], backward_workspace_bytes=[4, 0, 8, 7])
 NO_CONTEXTS = LayerCosts(activation_bytes=[9, 9], weight_context_bytes=0)
 
 
@@ -42,11 +43,14 @@ NO_CONTEXTS = LayerCosts(activation_bytes=[9, 9], weight_context_bytes=0)
         (LAYERS, [2, 2], {"launch_s": 0.25, "channels": LAYERS.channels, "microbatch_compute_factor": (1.0, 2.0)}),
         (LAYERS, [2, 2], {"weight_context_bytes": (11, 15), "gradient_bytes": (0, 0), "optimizer_bytes": (0, 0)}),
         (NO_CONTEXTS, [2], {"weight_context_bytes": (0,)}),
+        (WORKING, [2, 2], {"forward_workspace_bytes": (9, 3), "backward_workspace_bytes": (4, 8)}),
+        (LAYERS, [2, 2], {"forward_workspace_bytes": (0, 0), "backward_workspace_bytes": (0, 0)}),
     ],
 )
 def test_a_stage_costs_what_its_layers_cost_together_and_what_belongs_to_no_layer_stays(layers, split, expected):
     """It sends what its last layer makes, and keeps the inputs of its first one to recompute; contexts are activations.
 
+    Its layers run one after another, so it has the largest of their workspaces.
     Stages of two copies name their layers.
     """
     stages = layers.of_stages(split)

@@ -23,7 +23,7 @@ import orjson
 from penstock.errors import FormatError
 from penstock.ir.formats.cells import MAX_NUMBER
 from penstock.ir.formats.json_text import JsonReader
-from penstock.ir.live import StageBytes
+from penstock.ir.live import WORKSPACES, StageBytes
 from penstock.ir.measured import HostTimes, ImmediateWeights, Prologue
 from penstock.ir.operations import OPERATIONS, Op
 from penstock.ir.program import Program
@@ -143,6 +143,9 @@ def _host_from_json(reader: "_TimelineReader", value: Any, num_rows: int) -> Hos
 
 def _sizes_to_json(sizes: StageBytes) -> dict[str, Any]:
     values = {entry.name: getattr(sizes, entry.name) for entry in fields(sizes)}
+    for name in WORKSPACES:  # an older Penstock knows none
+        if not values[name].any():
+            del values[name]
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
@@ -259,7 +262,8 @@ class _TimelineReader(JsonReader):
     def sizes(self, value: Any, program: Program) -> StageBytes:
         """Read the bytes of stages; `microbatch_factor` has an entry per microbatch, all else one per stage."""
         names = [entry.name for entry in fields(StageBytes)]
-        members = self.keys(value, "sizes", names)
+        members = self.keys(value, "sizes", [name for name in names if name not in WORKSPACES], WORKSPACES)
+        members = dict.fromkeys(WORKSPACES, [0] * program.num_stages) | members
         factor = members["microbatch_factor"]
         factors = None if factor is None else self.seconds(factor, "sizes.microbatch_factor")
         columns = {

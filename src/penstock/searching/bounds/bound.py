@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from penstock.searching.problem import FORWARD, INPUT, WEIGHT, Problem
+from penstock.searching.problem import FORWARD, INPUT, NO_LIMIT, WEIGHT, Problem
 
 Result = TypeVar("Result")
 
@@ -80,7 +80,10 @@ class RankCosts:
     stages: tuple[int, ...]
     num_microbatches: int
     limit: int
-    """The bytes that the rank may hold."""
+    """The bytes that the rank may hold beside the workspace of an F or I that runs, which is the smallest of the rank.
+
+    Each bound counts what is held while an F or I of the rank runs.
+    """
     activation: tuple[int, ...]
     """Bytes of an activation on each stage."""
     context: tuple[int, ...]
@@ -95,10 +98,17 @@ class RankCosts:
         problem = route.problem
         stages = list(problem.placement.stages_of_rank[rank])
         seconds = [problem.plane(problem.seconds, plane)[stages].max(axis=1) for plane in (FORWARD, INPUT, WEIGHT)]
-        sizes = problem.plane(problem.taken_bytes, FORWARD)[stages], problem.plane(problem.freed_bytes, WEIGHT)[stages]
+        kept_bytes = problem.taken_bytes - problem.freed_bytes
+        sizes = problem.plane(kept_bytes, FORWARD)[stages], problem.plane(-kept_bytes, WEIGHT)[stages]
         activation, context = (tuple(size.min(axis=1).tolist()) for size in sizes)
         forward, inputs, weight = (tuple(plane.tolist()) for plane in seconds)
+        workspaces = (
+            problem.plane(problem.freed_bytes, FORWARD)[stages],
+            problem.plane(problem.taken_bytes, INPUT)[stages],
+        )
         limit = int(problem.limit[rank])
+        if limit != NO_LIMIT:
+            limit -= int(min(workspace.min() for workspace in workspaces))
         return cls(tuple(stages), problem.num_microbatches, limit, activation, context, forward, inputs, weight)
 
     def room(self, place: int) -> int:

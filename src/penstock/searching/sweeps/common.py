@@ -83,6 +83,14 @@ def has_weight(sweep: Sweep, rank: int) -> bool:
     return bool(sweep.weight_range[rank, 0] < sweep.weight_range[rank, 1])
 
 
+def can_weigh(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> bool:
+    """Whether a W waits on a rank, and its workspace fits into memory."""
+    if not has_weight(sweep, rank):
+        return False
+    workspace_bytes = columns.taken_bytes[sweep.weights[rank, sweep.weight_range[rank, 0]]]
+    return bool(workspace_bytes == 0 or timing.held_bytes[rank] + workspace_bytes <= columns.limit[rank])
+
+
 def do_weight(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> None:
     """Run the W that has waited longest."""
     action = sweep.weights[rank, sweep.weight_range[rank, 0]]
@@ -93,8 +101,8 @@ def do_weight(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> None
 def make_room(columns: Columns, sweep: Sweep, timing: Timing, action: int) -> bool:
     """Run W until an action fits into memory; return whether it does."""
     rank = columns.rank[action]
-    while timing.held_bytes[rank] + columns.taken_bytes[action] > columns.limit[rank]:
-        if not has_weight(sweep, rank):
+    while timing.held_bytes[rank] + columns.room_bytes[action] > columns.limit[rank]:
+        if not can_weigh(columns, sweep, timing, rank):
             return False
         do_weight(columns, sweep, timing, rank)
     return True
@@ -107,13 +115,13 @@ def fill(columns: Columns, sweep: Sweep, timing: Timing, action: int, is_over: b
     """
     rank = columns.rank[action]
     start_s = earliest_s(columns, timing, action)
-    while has_weight(sweep, rank):
+    while can_weigh(columns, sweep, timing, rank):
         weight = sweep.weights[rank, sweep.weight_range[rank, 0]]
         if timing.free_s[rank] + columns.seconds[weight] > start_s:
             break
         do_weight(columns, sweep, timing, rank)
     gap_s = start_s - timing.free_s[rank]
-    if gap_s <= 0.0 or not has_weight(sweep, rank):
+    if gap_s <= 0.0 or not can_weigh(columns, sweep, timing, rank):
         return
     idles_most = gap_s > most_idle_s(sweep, rank) - sweep.idle_s[rank]
     if (idles_most and is_over) or (not idles_most and is_within):
@@ -140,5 +148,18 @@ def flush(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> None:
         do_weight(columns, sweep, timing, rank)
 
 
-HELPERS = (flush, fill, make_room, most_idle_s, do_weight, has_weight, do, has_more, next_of, earliest_s, put)
+HELPERS = (
+    flush,
+    fill,
+    make_room,
+    most_idle_s,
+    do_weight,
+    can_weigh,
+    has_weight,
+    do,
+    has_more,
+    next_of,
+    earliest_s,
+    put,
+)
 """The functions that compiled sweeps call, each before those that it calls itself."""

@@ -116,12 +116,12 @@ def _count_forwards(columns: Columns, sweep: Sweep, timing: Timing, ends_before_
         held_bytes, free_s = timing.held_bytes[rank], timing.free_s[rank]
         while sweep.num_run[FORWARD, rank] + forwards[rank] < sweep.num_microbatches and rank < sweep.num_ranks - 1:
             action = next_of(sweep, FORWARD, rank) + forwards[rank]
-            if held_bytes + columns.taken_bytes[action] > columns.limit[rank]:
+            if held_bytes + columns.room_bytes[action] > columns.limit[rank]:
                 break
             end_s = free_s + columns.seconds[action]
             if free_s >= gradient_arrival_s or (ends_before_input and end_s > gradient_arrival_s):
                 break
-            held_bytes += columns.taken_bytes[action]
+            held_bytes += columns.taken_bytes[action] - columns.freed_bytes[action]
             free_s = end_s
             forwards[rank] += 1
         input_start_s = free_s if free_s > gradient_arrival_s else gradient_arrival_s
@@ -164,12 +164,12 @@ def _delays_input(columns: Columns, sweep: Sweep, timing: Timing, rank: int) -> 
         return True
     # Where memory is full, W run before the F and make it end later.
     end_s = timing.free_s[rank] + columns.seconds[forward]
-    held_bytes = timing.held_bytes[rank] + columns.taken_bytes[forward]
+    held_bytes = timing.held_bytes[rank] + columns.room_bytes[forward]
     index = sweep.weight_range[rank, 0]
     while held_bytes > columns.limit[rank] and index < sweep.weight_range[rank, 1]:
         weight = sweep.weights[rank, index]
         end_s += columns.seconds[weight]
-        held_bytes -= columns.freed_bytes[weight]
+        held_bytes -= columns.freed_bytes[weight] - columns.taken_bytes[weight]
         index += 1
     if end_s <= arrival_s:
         return False

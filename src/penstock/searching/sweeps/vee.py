@@ -126,7 +126,9 @@ def _fits_before_return(columns: Columns, sweep: Sweep, timing: Timing, rank: in
     action = next_of(sweep, FORWARD, rank)
     if sweep.num_run[FORWARD, rank] >= sweep.num_microbatches - rank:
         return False
-    if timing.held_bytes[rank] + columns.taken_bytes[action] * (2 + 2 * rank + num_spare) > columns.limit[rank]:
+    kept_bytes = columns.taken_bytes[action] - columns.freed_bytes[action]
+    num_bytes = kept_bytes * (1 + 2 * rank + num_spare) + columns.room_bytes[action]
+    if timing.held_bytes[rank] + num_bytes > columns.limit[rank]:
         return False
     back_s = earliest_s(columns, timing, next_of(sweep, FORWARD, _later_stage(sweep, rank)))
     return bool(timing.free_s[rank] + columns.seconds[action] <= back_s)

@@ -33,8 +33,10 @@ FIELD_OF_OP |= {Op.OFFLOAD: "offload_s", Op.RELOAD: "reload_s", Op.LOAD: "load_s
 """Seconds per stage of operations that compute nothing; those without a field take no time."""
 COMPUTE_FIELDS = (*FIELD_OF_KIND.values(), "split_forward_s")
 """The fields with seconds of computations, per stage."""
-VALUE_BYTES = ("activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes")
-"""The fields with bytes of what a microbatch leaves on a stage."""
+WORKSPACE_BYTES = ("forward_workspace_bytes", "backward_workspace_bytes")
+"""The fields with bytes that a computation gives back at its end."""
+VALUE_BYTES = ("activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes", *WORKSPACE_BYTES)
+"""The fields with bytes of what a microbatch leaves on a stage, or takes there while a computation runs."""
 STATIC_BYTES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 """The fields with bytes that a stage always has."""
 NO_COSTS = ("channels", "spreads", "source")
@@ -100,6 +102,10 @@ class SharedCosts:
     """Bytes kept between the input gradient and the weight gradient of a split backward."""
     checkpoint_bytes: tuple[int, ...] = ()
     """Bytes of the inputs that a recomputed forward keeps; the message that brings them unless given."""
+    forward_workspace_bytes: tuple[int, ...] = (0,)
+    """Bytes that a forward takes while it runs and gives back at its end, beside what it keeps."""
+    backward_workspace_bytes: tuple[int, ...] = (0,)
+    """Bytes that a backward, or either part of a split one, takes while it runs and gives back at its end."""
     microbatch_bytes_factor: tuple[float, ...] = (1.0,)
     """How many times these bytes each microbatch has."""
     parameter_bytes: tuple[int, ...] = (0,)

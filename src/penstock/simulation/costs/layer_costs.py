@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, described, shortened
 from penstock.ir.action import Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.simulation.costs.costs import COMPUTE_FIELDS, Costs, PerStage, SharedCosts
+from penstock.simulation.costs.costs import COMPUTE_FIELDS, WORKSPACE_BYTES, Costs, PerStage, SharedCosts
 
 PerLayer = PerStage
 """One entry per layer, or a single one that counts for every layer."""
@@ -27,6 +27,8 @@ PerLayer = PerStage
 SECONDS = (*(name.removesuffix("_s") for name in COMPUTE_FIELDS), "optimizer", "unshard", "reduce")
 """Fields that are `<name>_s` of `Costs`, and add up over the layers of a stage."""
 SUMMED_BYTES = ("activation_bytes", "weight_context_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
+"""Fields in bytes that add up over the layers of a stage. Of workspaces, which layers take one after another, a stage
+has the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,9 @@ class LayerCosts(SharedCosts):
             costs.of_stages([3, 2])                                      layers 0 to 2, and 3 to 4
             costs.of_stages([range(3), range(3, 5), range(3), range(3, 5)])     two copies of the model
 
-        Seconds and bytes of a stage are the sum of its layers'. Its message is what its last layer makes, and its
-        checkpoint (what it keeps to run again) is what its first layer takes.
+        Seconds and bytes of a stage are the sum of its layers', but its workspaces are the largest of its layers'. Its
+        message is what its last layer makes, and its checkpoint (what it keeps to run again) is what its first layer
+        takes.
 
         Raises:
             ConfigError: if a stage has no layers, or the stages have others than the costs.
@@ -103,6 +106,9 @@ class LayerCosts(SharedCosts):
         for name, entries in entries_by_field.items():
             if entries:
                 costs_by_field[name] = tuple(sum(entries[layer] for layer in layers) for layers in layers_of_stage)
+        for name in WORKSPACE_BYTES:
+            entries = entries_for(name)
+            costs_by_field[name] = tuple(max(entries[layer] for layer in layers) for layers in layers_of_stage)
         outputs, inputs = entries_for("message_bytes"), entries_for("checkpoint_bytes")
         costs_by_field["message_bytes"] = tuple(outputs[layers[-1]] for layers in layers_of_stage)
         costs_by_field["checkpoint_bytes"] = tuple(inputs[layers[0]] for layers in layers_of_stage) if inputs else ()
@@ -168,7 +174,7 @@ def split_sizes(layers_of_stage: Sequence[range]) -> tuple[int, ...]:
     return tuple(len(part) for part in sorted(set(layers_of_stage), key=lambda part: part.start))
 
 
-_PER_LAYER = (*SECONDS, *SUMMED_BYTES, "message_bytes", "checkpoint_bytes")
+_PER_LAYER = (*SECONDS, *SUMMED_BYTES, *WORKSPACE_BYTES, "message_bytes", "checkpoint_bytes")
 _FIELDS_NOT_PER_LAYER = tuple(cost.name for cost in fields(SharedCosts) if cost.name not in _PER_LAYER)
 
 

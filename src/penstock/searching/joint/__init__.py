@@ -1,0 +1,1 @@
+"""Search of the layers of each stage, of what stages recompute, and of the order, together."""

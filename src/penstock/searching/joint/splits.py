@@ -1,0 +1,210 @@
+"""`Splits`: the problems of one placement, for any layers of its stages and any stages that recompute.
+
+    layers        0    1    2    3    4
+                  |_________|____|____|       split 2, 1, 1 ... a stage is a range of layers
+    stages          0         1    2          seconds[plane, 0, 2]: what stage 0 takes
+                       *                      its forwards run again: I takes a forward longer, F keeps its input only
+
+A forward that runs again (R) comes right before its I, so the search counts both as one action. Simulated, R may begin
+before the gradient has come: the plan that is proved at the end is no longer than that.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.operations import Kind
+from penstock.placement import Placement
+from penstock.searching.fitting import Split
+from penstock.searching.problem import FORWARD, INPUT, Bytes, Problem
+from penstock.searching.sequences import Columns
+from penstock.simulation.costs.costs import STATIC_BYTES, Costs
+from penstock.simulation.costs.layer_costs import LayerCosts
+
+NUM_PLANES = 3
+UNIT_BYTES = 1 << 20
+"""The size of a message by which the seconds of a byte are found."""
+
+
+class Ranges(NamedTuple):
+    """What a stage with the layers from `start` up to `stop` takes and holds, by whether it recomputes."""
+
+    seconds: Any
+    """[2, planes, start, stop] seconds of F, I and W, without factors of microbatches and launches."""
+    taken_bytes: Any
+    """[2, planes, start, stop] bytes that its rank holds from the action's start on."""
+    freed_bytes: Any
+    """[2, planes, start, stop] bytes that its rank frees at the action's end."""
+    static_bytes: Any
+    """[start, stop] bytes that are always there."""
+    output_bytes: Any
+    """[stop] bytes of the message behind the last layer before `stop`; 0 where there is none."""
+    seconds_factor: Any
+    """[num_microbatches] the times that a microbatch takes the usual seconds."""
+    bytes_factor: Any
+    """[num_microbatches] the times that a microbatch takes the usual bytes."""
+    lag_s_per_byte: Any
+    """[num_actions] seconds of lag that a byte of the action's source adds."""
+    wire_s_per_byte: Any
+    """[num_actions] seconds that a byte of the action's result takes on its serialized link."""
+    latency_s: Any
+    """[num_actions] seconds of lag of an empty message."""
+    launch_s: float
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The problems of a placement for splits of layers."""
+
+    layer_costs: LayerCosts
+    placement: Placement
+    num_microbatches: int
+    most_bytes: Bytes | None
+    """[num_ranks] the bytes that a rank may hold, what is always there included; None: without a limit."""
+
+    def costs_of(self, split: Split) -> Costs:
+        """Return the costs of the stages of a split."""
+        return self.layer_costs.of_stages(split)
+
+    def problem_of(self, split: Split, recomputed: tuple[int, ...] = (), most_bytes: Bytes | None = None) -> Problem:
+        """Return the problem of a split in which some stages recompute; `most_bytes` may be less than the limit."""
+        costs = self.costs_of(split)
+        problem = Problem.of(self.placement, self.num_microbatches, costs)
+        if self.most_bytes is not None:
+            sizes = costs.stage_bytes(self.placement, self.num_microbatches)
+            limit = self.most_bytes if most_bytes is None else most_bytes
+            problem = replace(problem, limit=limit - sizes.static_of_ranks(self.placement))
+        names = ("seconds", "taken_bytes", "freed_bytes", "room_bytes", "lag_s", "wire_s")
+        filled: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
+        columns = Columns.of(problem)._replace(**filled)
+        starts = np.cumsum([0, *split]).tolist()
+        for stage, (start, stop) in enumerate(pairwise(starts)):
+            fill_stage(self.ranges, columns, stage, start, stop, int(stage in recomputed))
+        fill_room(columns, np.zeros(len(split), np.int64))
+        return replace(problem, **filled, recomputed_stages=recomputed)
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """What every range of layers takes and holds."""
+        costs, num_layers = self.layer_costs, self.layer_costs.num_layers
+        per_layer = costs.of_stages([1] * num_layers)
+        durations = per_layer.durations_s(num_layers, range(num_layers))
+        forward, inputs, weight, again = (
+            _sums(durations[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+        )
+        sizes = per_layer.stage_bytes(Placement.line(num_layers), self.num_microbatches)
+        activation, context = _sums(sizes.activation), _sums(sizes.weight_context)
+        # A stage keeps what its first layer takes.
+        checkpoint = np.append(sizes.checkpoint, 0)[:, None] + np.zeros_like(activation)
+        forward_bytes, backward_bytes = (
+            np.array(
+                [[size[start:stop].max(initial=0) for stop in range(num_layers + 1)] for start in range(num_layers + 1)]
+            )
+            for size in (sizes.forward_workspace, sizes.backward_workspace)
+        )
+        again_bytes = np.maximum(forward_bytes, backward_bytes)
+        empty, full = (
+            Problem.of(
+                self.placement,
+                self.num_microbatches,
+                replace(costs, message_bytes=(num_bytes,)).of_stages(self.even_split),
+            )
+            for num_bytes in (0, UNIT_BYTES)
+        )
+        return Ranges(
+            seconds=np.array([[forward, inputs, weight], [forward, inputs + again, weight]]),
+            taken_bytes=np.array(
+                [
+                    [activation + forward_bytes, backward_bytes, backward_bytes],
+                    [checkpoint + forward_bytes, activation - checkpoint + again_bytes, backward_bytes],
+                ],
+                np.float64,
+            ),
+            freed_bytes=np.array(
+                [
+                    [forward_bytes, activation - context + backward_bytes, context + backward_bytes],
+                    [forward_bytes, activation - context + again_bytes, context + backward_bytes],
+                ],
+                np.float64,
+            ),
+            static_bytes=self._static_bytes(),
+            output_bytes=np.concatenate([[0.0], sizes.message]),
+            seconds_factor=per_layer.per_microbatch("microbatch_compute_factor", self.num_microbatches),
+            bytes_factor=per_layer.per_microbatch("microbatch_bytes_factor", self.num_microbatches),
+            lag_s_per_byte=(full.lag_s - empty.lag_s) / UNIT_BYTES,
+            wire_s_per_byte=(full.wire_s - empty.wire_s) / UNIT_BYTES,
+            latency_s=empty.lag_s,
+            launch_s=float(costs.launch_s),
+        )
+
+    def _static_bytes(self) -> NDArray[np.int64]:
+        """Return [start, stop] bytes that are always there, of which replicas may store a share each."""
+        costs, count = self.layer_costs, self.layer_costs.num_layers
+        of_layers = sum(np.array(costs.spread_out(name, count, "layer"), np.int64) for name in STATIC_BYTES)
+        return np.asarray(-(-_sums(np.asarray(of_layers)) // costs.shards))
+
+    @property
+    def even_split(self) -> Split:
+        num_stages = self.placement.num_stages
+        rest = self.layer_costs.num_layers - num_stages + 1
+        return (rest, *[1] * (num_stages - 1))
+
+
+def fill_stage(ranges: Ranges, columns: Columns, stage: int, start: int, stop: int, recomputes: int) -> None:
+    """Fill in what the actions of a stage take that has these layers, and what its messages take.
+
+    A list schedule breaks ties by sums of seconds: only columns with the same last digits give the same one again. So
+    all columns come from here, in compiled code and outside of it.
+    """
+    num_microbatches = len(ranges.seconds_factor)
+    num_stages = len(columns.rank) // num_microbatches // NUM_PLANES
+    for plane in range(NUM_PLANES):
+        seconds = ranges.seconds[recomputes, plane, start, stop]
+        taken_bytes = ranges.taken_bytes[recomputes, plane, start, stop]
+        freed_bytes = ranges.freed_bytes[recomputes, plane, start, stop]
+        launches = 1 + recomputes if plane == INPUT else 1
+        # An F takes the output of the stage before, and sends its own; an I takes and sends the gradients of these.
+        received = ranges.output_bytes[start if plane == FORWARD else stop]
+        sent = ranges.output_bytes[stop if plane == FORWARD else start]
+        for microbatch in range(num_microbatches):
+            action = (plane * num_stages + stage) * num_microbatches + microbatch
+            factor = ranges.bytes_factor[microbatch]
+            columns.seconds[action] = seconds * ranges.seconds_factor[microbatch] + launches * ranges.launch_s
+            columns.taken_bytes[action] = round(taken_bytes * factor)
+            columns.freed_bytes[action] = round(freed_bytes * factor)
+            columns.lag_s[action] = ranges.latency_s[action] + received * ranges.lag_s_per_byte[action]
+            columns.wire_s[action] = sent * ranges.wire_s_per_byte[action]
+
+
+def fill_room(columns: Columns, largest_bytes: Any) -> None:
+    """Fill in the bytes that have to be free for each action, as `Problem.of` has them.
+
+    Before an F, so many are free that each backward of its rank finds its workspace behind it. `largest_bytes` is room
+    for one number per stage.
+    """
+    size = len(columns.rank) // NUM_PLANES
+    num_microbatches = size // len(largest_bytes)
+    largest_bytes[:] = 0
+    for action in range(size, len(columns.rank)):
+        stage = action % size // num_microbatches
+        columns.room_bytes[action] = columns.taken_bytes[action]
+        largest_bytes[stage] = max(largest_bytes[stage], columns.taken_bytes[action])
+    for stage in range(len(largest_bytes)):
+        first = stage * num_microbatches
+        most_bytes = 0
+        for other in range(len(largest_bytes)):
+            if columns.rank[other * num_microbatches] == columns.rank[first]:
+                most_bytes = max(most_bytes, largest_bytes[other])
+        for action in range(first, first + num_microbatches):
+            kept_bytes = columns.taken_bytes[action] - columns.freed_bytes[action]
+            columns.room_bytes[action] = max(columns.taken_bytes[action], kept_bytes + most_bytes)
+
+
+def _sums(of_layers: NDArray[Any]) -> NDArray[Any]:
+    """Return [start, stop] the sums over ranges of layers."""
+    sums = np.concatenate([np.zeros(1, of_layers.dtype), np.cumsum(of_layers)])
+    return np.asarray(sums[None, :] - sums[:, None])
