@@ -4,9 +4,9 @@
     python bench/memory.py --predicted [--families 1f1b,zb-h1,zbv] [--ranks 4] [--microbatches 16] [--blocks 1]
     python bench/memory.py --held
 
-With --predicted, how far the peaks that the model of memory has are from those that `memory_report` counts, of all that
-a rank holds. The sizes of layers are measured under the first family, and predict them all. Next to them, the peaks of
-what the allocator has given out: between instructions, and at any moment, with what an instruction takes for itself.
+With --predicted, how far the peaks that the model of memory has are from those of the allocator at any moment, of all
+that a rank holds. The sizes of layers are measured under the first family, and predict them all. Next to them, the
+peaks that `memory_report` counts, and those of the allocator between instructions.
 
 With --held, what is held between I and W, for every way in which a weight can wait: given out and not got back by the
 allocator, and as the model has it.
@@ -36,6 +36,7 @@ from waiting_layers import LAYERS, ROWS, WIDTH
 
 import penstock
 from penstock.errors import PenstockWarning
+from penstock.execute.observing.layer_sizes import WORKSPACES
 from penstock.execute.observing.memory_report import MemoryReport
 from penstock.execute.observing.ranges import range_name
 from penstock.ir.action import Action, Kind
@@ -105,9 +106,9 @@ class PredictedRow:
 
     @property
     def error(self) -> float:
-        """Of what is counted and what is given out between instructions, on the rank where it is largest."""
-        pairs = [*zip(self.predicted_bytes * 2, self.measured_bytes + self.allocated_bytes, strict=True)]
-        return max((predicted / measured - 1 for predicted, measured in pairs), key=abs)
+        """Of what is given out at any moment, on the rank where it is largest."""
+        pairs = zip(self.predicted_bytes, self.peak_bytes, strict=True)
+        return max((predicted / peak - 1 for predicted, peak in pairs), key=abs)
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ def predict(names: Sequence[str], num_microbatches: int, num_blocks: int) -> Ite
             if not layer_bytes:
                 split = [pipeline.memory_report(tokens, target=target, split_backwards=True) for _ in range(2)][-1]
                 layer_bytes = dict(split.layer_bytes)
+                for field in WORKSPACES:
+                    layer_bytes[field] = tuple(map(max, layer_bytes[field], report.layer_bytes[field]))
             else:  # the first step of a schedule that splits backwards still keeps what later ones do not
                 report = pipeline.memory_report(tokens, target=target)
             predicted = predict_peaks(pipeline.program, pipeline.layers_of_stage, layer_bytes)

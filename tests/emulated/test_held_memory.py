@@ -1,6 +1,6 @@
 """What a memory report counts is what the device's allocator has given out, and its prediction the allocator's peak."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -9,10 +9,12 @@ from torch import nn
 from penstock.execute.accelerator import allocator_bytes
 from penstock.execute.batch.local_batch import StepRequest
 from penstock.execute.control.agreement import Mode
+from penstock.execute.observing.layer_sizes import WORKSPACES
 from penstock.execute.observing.memory_report import MemoryWatch
 from penstock.execute.observing.rank_memory import Moment, RankMemory
 from penstock.execute.transport.device_queue import device_queue_of
 from penstock.pipeline import Pipeline
+from penstock.planning import predict_peaks
 from penstock.schedules import build
 from tests.emulated.pipelines import DRAWING, transport_of
 from tests.emulated.runtime import RUNTIME
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.emulated
 WIDTH, ROWS = 128, 16  # of a microbatch
 NUM_MICROBATCHES = 4
 LAYERS_PER_RANK = 20
-"""So many that what one of them takes and gives back is little beside what a rank holds."""
+HIDDEN, VOCABULARY, TOKENS = 64, 2048, 256
+"""Sizes of a model whose logits are 32 times as large as its hidden state; tokens of a microbatch."""
 NUMBER_BYTES = 8 * NUM_MICROBATCHES
 """The losses of a step have at most so many; they are left out."""
 
@@ -36,9 +39,12 @@ class Held:
     run_ahead: int | None = 2
     offload: tuple = ()
     """Stages whose activations wait in the memory of the host."""
+    options: dict = field(default_factory=dict)
+    """Options of the family."""
 
     def __str__(self):
-        return f"{self.family}, {self.num_ranks} ranks, run_ahead={self.run_ahead}"
+        options = "".join(f", {name}" for name in self.options)
+        return f"{self.family}, {self.num_ranks} ranks, run_ahead={self.run_ahead}{options}"
 
 
 @dataclass
@@ -82,6 +88,21 @@ class AllocatorLook(MemoryWatch):
         asked_for = allocator_bytes(self.device).allocated - rounded_up - numbers
         self.not_counted.append(asked_for - found.counted_bytes)
         return found
+
+
+class Residual(nn.Module):
+    """Adds what two products make of a hidden state to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden):
+        return hidden + self.down(torch.nn.functional.gelu(self.up(hidden)))
+
+
+def cross_entropy(logits, target):
+    return nn.functional.cross_entropy(logits.float(), target)
 
 
 def distance(output, target):
@@ -133,7 +154,7 @@ CELLS = [
     Held("zb-h1", 2, 1),
     *(pytest.param(held, marks=pytest.mark.slow) for held in (Held("gpipe", 2), Held("zbv", 2, 2))),
 ]
-LEAST_SHARE = 0.98
+SHARE_OFF = 0.02
 
 
 @pytest.mark.feature("H8")
@@ -141,7 +162,7 @@ LEAST_SHARE = 0.98
 def test_a_report_has_every_byte_of_the_allocator_and_predicts_its_peak(emulated, held):
     """But for the batch, which is the caller's, the losses, and what the allocator rounds up.
 
-    The prediction lacks what a layer takes and gives back within one instruction.
+    What a layer takes and gives back within one instruction is in the prediction as its workspace.
     """
     found = emulated.run(look_at_memory, held, num_ranks=held.num_ranks, timeout_s=60)
 
@@ -155,8 +176,50 @@ def test_a_report_has_every_byte_of_the_allocator_and_predicts_its_peak(emulated
         assert begin.name == Moment.BEGIN
         assert begin.allocated_bytes == begin.counted_bytes + own.optimizer_bytes + batch_bytes
         predicted = looked.predicted_bytes + batch_bytes
-        assert LEAST_SHARE * looked.peak_bytes <= predicted <= looked.peak_bytes
+        assert predicted == pytest.approx(looked.peak_bytes, rel=SHARE_OFF)
         assert len(looked.differences) > 2 * NUM_MICROBATCHES
+
+
+def look_at_heavy_head(rank, num_ranks, held):
+    device = torch.device("emu", rank)
+    transport = transport_of(rank, num_ranks, device)
+    with DRAWING:
+        torch.manual_seed(0)
+        blocks = [Residual() for _ in range(4 * num_ranks - 2)]
+        layers = [nn.Embedding(VOCABULARY, HIDDEN), *blocks, nn.Linear(HIDDEN, VOCABULARY, bias=False)]
+    schedule = build(held.family, ranks=num_ranks, microbatches=NUM_MICROBATCHES, **held.options)
+    pipeline = Pipeline(layers, schedule, loss=cross_entropy, transport=transport, device=device, run_ahead=2)
+    try:
+        tokens = torch.arange(NUM_MICROBATCHES * TOKENS).remainder(VOCABULARY).to(device)
+        pipeline.step(tokens, target=tokens)
+        report = pipeline.memory_report(tokens, target=tokens)
+        torch.accelerator.reset_peak_memory_stats(device)
+        pipeline.step(tokens, target=tokens)
+        peak_bytes = allocator_bytes(device, peak=True).allocated
+        without = predict_peaks(
+            pipeline.program, pipeline.layers_of_stage, report.layer_bytes | dict.fromkeys(WORKSPACES, (0,))
+        )
+        (point,) = (point for point in report.ranks[rank].points if point.name == Moment.PEAK)
+        predicted_bytes = [sizes[rank] + tokens.nbytes for sizes in (report.predicted_bytes, without)]
+        return peak_bytes, point.allocated_bytes, *predicted_bytes
+    finally:
+        pipeline.close()
+
+
+HEAVY = [Held("1f1b", 2), Held("zb-h1", 2), Held("1f1b", 2, options={"recompute": True})]
+
+
+@pytest.mark.feature("H8")
+@pytest.mark.parametrize("held", HEAVY, ids=str)
+def test_the_peak_of_a_head_over_a_large_vocabulary_is_predicted_with_its_workspaces(emulated, held):
+    """The loss and its gradient need several copies of the logits, each many times as large as a hidden state."""
+    found = emulated.run(look_at_heavy_head, held, num_ranks=held.num_ranks, timeout_s=60)
+
+    for peak_bytes, reported_bytes, predicted_bytes, _ in found:
+        assert predicted_bytes == pytest.approx(peak_bytes, rel=SHARE_OFF)
+        assert reported_bytes == pytest.approx(peak_bytes, rel=SHARE_OFF)  # though windows reset the counters
+    peak_bytes, _, _, without_workspaces = found[-1]
+    assert without_workspaces < 0.8 * peak_bytes
 
 
 @pytest.mark.feature("H1", "H8")
@@ -170,4 +233,5 @@ def test_of_what_leaves_for_the_host_a_report_has_what_is_on_the_device_still(em
         assert set(looked.differences) <= {0, looked.input_bytes, looked.target_bytes, batch_bytes}
         predicted = looked.predicted_bytes + batch_bytes
         activation_bytes = max(stage.activation_bytes for stage in looked.own.stages)
-        assert LEAST_SHARE * looked.peak_bytes - activation_bytes <= predicted <= looked.peak_bytes
+        least, most = ((1 - SHARE_OFF) * looked.peak_bytes - activation_bytes, (1 + SHARE_OFF) * looked.peak_bytes)
+        assert least <= predicted <= most

@@ -88,7 +88,10 @@ LATE = {
 }
 # The files that may use what torch's documentation does not promise, and names of such things.
 UNDOCUMENTED = (
-    *(f"penstock.execute.undocumented{part}" for part in ("", "_backends", "_compiler", "_modules", "_trees")),
+    *(
+        f"penstock.execute.undocumented{part}"
+        for part in ("", "_backends", "_compiler", "_kernels", "_modules", "_trees")
+    ),
     "penstock.models.cutting.undocumented",
 )
 OF_TORCH = {

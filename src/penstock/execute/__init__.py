@@ -16,7 +16,7 @@ in ops/, make it. Handlers call stages/ and transport/.
 From below to above; a part imports those before it, and no others:
 
     undocumented.py, undocumented_backends.py, undocumented_compiler.py,  what torch does not promise
-    undocumented_modules.py, undocumented_trees.py
+    undocumented_kernels.py, undocumented_modules.py, undocumented_trees.py
     accelerator.py   what is asked of a device
     values/          trees of tensors, layouts, version guard
     transport/       messages                           control/    collectives, agreement, what stops a step

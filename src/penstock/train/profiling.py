@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, gather_sizes
+from penstock.execute.observing.layer_sizes import CONTEXT, OPTIMIZER, WORKSPACES, gather_sizes
 from penstock.execute.observing.memory_report import MemoryReport
 from penstock.execute.observing.rank_memory import RankMemory
 from penstock.execute.parameters.gradient_store import (
@@ -202,7 +202,11 @@ def _layer_bytes(pipeline: Pipeline, batch: Batch, report: MemoryReport, optimiz
         is_sharded=pipeline.options.is_sharded,
     )
     sizes = gather_sizes(pipeline.transport, {layer: {OPTIMIZER: size} for layer, size in local_bytes.items()})
-    return {**report.layer_bytes, CONTEXT: split_report.layer_bytes[CONTEXT], OPTIMIZER: sizes[OPTIMIZER]}
+    workspaces = {  # of whole backwards and of their parts, the larger ones
+        name: tuple(map(max, report.layer_bytes[name], split_report.layer_bytes[name])) for name in WORKSPACES
+    }
+    contexts = {CONTEXT: split_report.layer_bytes[CONTEXT]}
+    return {**report.layer_bytes, **workspaces, **contexts, OPTIMIZER: sizes[OPTIMIZER]}
 
 
 def state_bytes(

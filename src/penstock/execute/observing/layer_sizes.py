@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from penstock.execute.batch.input_graphs import nodes_behind
 from penstock.execute.control.collectives import Control
 from penstock.execute.observing.held_tensors import held_by
+from penstock.execute.observing.workspaces import Meter, Workspaces
 from penstock.execute.parameters.gradient_store import MAIN_GRAD, WeightInputs
 from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.protocol import Transport
@@ -22,12 +23,15 @@ from penstock.execute.undocumented import is_function, repeats
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import tensors_of
 
-ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE, PARAMETER, GRADIENT, OPTIMIZER = FIELDS = (
+WORKSPACES = FORWARD_WORKSPACE, BACKWARD_WORKSPACE = "forward_workspace_bytes", "backward_workspace_bytes"
+ACTIVATION, CONTEXT, CHECKPOINT, MESSAGE, PARAMETER, GRADIENT, OPTIMIZER, *_ = FIELDS = (
     "activation_bytes", "weight_context_bytes", "checkpoint_bytes", "message_bytes",
-    "parameter_bytes", "gradient_bytes", "optimizer_bytes",
+    "parameter_bytes", "gradient_bytes", "optimizer_bytes", *WORKSPACES,
 )  # fmt: skip
 """Named as those of `LayerCosts`."""
 
+Attempt = Callable[..., object]
+"""Makes a call within a pass, and keeps its errors from the layers."""
 LayerBytes = Mapping[str, tuple[int, ...]]
 """By field, one entry per layer of the model."""
 
@@ -35,9 +39,11 @@ LayerBytes = Mapping[str, tuple[int, ...]]
 class LayerSizes:
     """Measures the layers of one rank; of several microbatches the largest counts, and a storage counts once."""
 
-    def __init__(self, stages: Sequence[Stage], *, is_sharded: bool) -> None:
+    def __init__(self, stages: Sequence[Stage], meter: Meter, *, is_sharded: bool) -> None:
         """With `is_sharded`, sizes of DTensors are those of the whole tensors."""
         self._is_sharded = is_sharded
+        notes = (partial(self._grow, field=field) for field in WORKSPACES)
+        self._workspaces = Workspaces(meter, *notes)
         of_stages = [enumerate(stage.layers.values(), stage.first_layer) for stage in stages]
         self._layers = {layer: module for numbered_layers in of_stages for layer, module in numbered_layers}
         self._bytes_by_layer = {layer: dict.fromkeys(FIELDS, 0) for layer in self._layers}
@@ -49,19 +55,47 @@ class LayerSizes:
         self._layer = min(self._layers)
         self._saved_bytes: Counter[int] = Counter()
         """Bytes that the forward which runs now has saved, by layer."""
+        self._gradient_bytes_of_inputs: dict[int, int] = {}
+        """Bytes of the gradients of a layer's inputs, by layer."""
 
     @contextmanager
-    def watching(self, attempt: Callable[..., object], note_outputs: Callable[[Any], object]) -> Iterator[None]:
-        """Note which layer runs in a stage's forward, and the sizes of its inputs and outputs; `attempt` keeps errors
-        from the layers. `note_outputs` gets the outputs of each layer before the next one runs."""
+    def watching(
+        self, stage: Stage, attempt: Attempt, note_outputs: Callable[[Any], object], *, has_workspace: bool
+    ) -> Iterator[None]:
+        """Note which layer runs in a stage's forward, and the sizes of its inputs and outputs.
+
+        `attempt` keeps errors from the layers, and `note_outputs` gets the outputs of each layer before the next one
+        runs. Without `has_workspace`, nobody asks what the layers take and give back.
+        """
         self._saved_bytes.clear()
+        begin = partial(self._begin, attempt if has_workspace else None)
         with ExitStack() as stack:
             for layer, module in self._layers.items():
-                pre_hook = module.register_forward_pre_hook(partial(attempt, self._begin, layer))
+                pre_hook = module.register_forward_pre_hook(partial(attempt, begin, layer))
                 forward_hook = module.register_forward_hook(partial(attempt, self._end, layer, note_outputs))
                 stack.callback(pre_hook.remove)
                 stack.callback(forward_hook.remove)
+            if has_workspace:
+                stack.enter_context(self._workspaces.forward(stage.first_layer, attempt))
             yield
+
+    def watching_backward(self, stage: Stage, attempt: Attempt) -> AbstractContextManager[None]:
+        """Return a context that measures what the layers of a stage take in a B or I."""
+        last_layer = stage.first_layer + len(stage.layers) - 1
+        input_bytes = self._gradient_bytes_of_inputs.get(stage.first_layer, 0)
+        return self._workspaces.backward(last_layer, input_bytes, _gradients_of_stage(stage), attempt)
+
+    def watching_weights(self, stage: Stage, inputs: Any, attempt: Attempt) -> AbstractContextManager[None]:
+        """Return a context that measures a W, from what its I has left.
+
+        It computes the gradients of several small weights at once, and one of a large weight, so that all it takes
+        counts in the layer of the largest.
+        """
+        entries = inputs.entries if isinstance(inputs, WeightInputs) else ()
+        params = [param for entry in entries for param in entry.parameters if id(param) in self._layer_of]
+        largest = max(params, key=lambda param: param.nbytes, default=None)
+        layer = stage.first_layer if largest is None else self._layer_of[id(largest)]
+        return self._workspaces.backward(layer, 0, _gradients_of_stage(stage), attempt)
 
     def note_saved(self, tensor: Tensor) -> None:
         """Count a tensor whose storage no one had saved yet."""
@@ -73,7 +107,7 @@ class LayerSizes:
         is_outside = part.is_leaf and not part.requires_grad
         num_bytes = min(part.nbytes, storage.nbytes()) if is_outside else storage.nbytes()
         self._saved_bytes[self._layer] += num_bytes
-        self._grow(self._layer, ACTIVATION, self._saved_bytes[self._layer])
+        self._grow(self._layer, self._saved_bytes[self._layer], field=ACTIVATION)
 
     def note_contexts(self, stage: Stage, inputs: WeightInputs, queue_addresses: Iterable[int]) -> None:
         """Measure the bytes that the first part of a backward has left for the gradients of weights.
@@ -92,7 +126,7 @@ class LayerSizes:
             layer = self._layer_of[owners[0]] if owners else stage.first_layer
             context_bytes[layer] += counter.add(held_tensors.tensors)
         for layer, num_bytes in context_bytes.items():
-            self._grow(layer, CONTEXT, num_bytes)
+            self._grow(layer, num_bytes, field=CONTEXT)
 
     def local_sizes(self, optimizer: Optimizer | None) -> dict[str, dict[str, int]]:
         """Return the sizes of this rank's layers, with parameters, gradients and state as they are now."""
@@ -123,20 +157,23 @@ class LayerSizes:
             for parameter in self._layers[layer].parameters()
         }
 
-    def _begin(self, layer: int, module: nn.Module, inputs: Any) -> None:
+    def _begin(self, attempt: Attempt | None, layer: int, module: nn.Module, inputs: Any) -> None:
         self._layer = layer
+        if attempt is not None:
+            self._workspaces.enter(layer, inputs, attempt)
+        self._gradient_bytes_of_inputs[layer] = _bytes_of([t for t in tensors_of(inputs) if t.requires_grad])
         if layer == 0:
             self._ignored_addresses.update(storages(inputs))
         else:
-            self._grow(layer, CHECKPOINT, _bytes_of(inputs))
+            self._grow(layer, _bytes_of(inputs), field=CHECKPOINT)
 
     def _end(
         self, layer: int, note_outputs: Callable[[Any], object], module: nn.Module, inputs: Any, outputs: Any
     ) -> None:
         note_outputs(outputs)
-        self._grow(layer, MESSAGE, _bytes_of(outputs))
+        self._grow(layer, _bytes_of(outputs), field=MESSAGE)
 
-    def _grow(self, layer: int, field: str, num_bytes: int) -> None:
+    def _grow(self, layer: int, num_bytes: int, *, field: str) -> None:
         self._bytes_by_layer[layer][field] = max(self._bytes_by_layer[layer][field], num_bytes)
 
 
@@ -257,6 +294,12 @@ def state_of(optimizer: Optimizer | None, parameter: Tensor) -> list[Tensor]:
     """Return what an optimizer keeps of a parameter on the parameter's device; it may count its steps on the host."""
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     return [tensor for tensor in tensors_of(state) if tensor.device == parameter.device]
+
+
+def _gradients_of_stage(stage: Stage) -> Callable[[], int]:
+    """Return a function that counts the bytes of the gradients of a stage's weights."""
+    parameters = [*stage.parameters()]
+    return lambda: StorageCounter().add([*map(gradients_of, parameters)])
 
 
 def _bytes_of(tree: Any) -> int:

@@ -1,9 +1,9 @@
 """Counts the memory of the ranks during a step, tensor by tensor, so that it says which stage holds what.
 
 A storage counts once, under the first of: parameters and buffers, gradients, contexts for weight gradients,
-activations, received messages, unsent messages. It is looked at between instructions. Memory
-that an instruction takes and gives back by itself is not seen here, nor are the batch and the losses; on an
-accelerator, torch's own counters beside these figures have them.
+activations, received messages, unsent messages. It is looked at between instructions. What an instruction takes and
+gives back by itself is measured by layer (`workspaces.py`) and counts in the prediction alone. The batch and the losses
+are not seen; on an accelerator, torch's own counters beside these figures have them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,6 +35,7 @@ from penstock.execute.observing.layer_sizes import (
 )
 from penstock.execute.observing.observer import Around, Observer
 from penstock.execute.observing.rank_memory import MemoryPoint, Moment, RankMemory, StageMemory, memory_text
+from penstock.execute.observing.workspaces import AllocatorMeter, meter_for
 from penstock.execute.ops.keys import Keys
 from penstock.execute.parameters.gradient_store import WeightInputs
 from penstock.execute.rank_parameters import RankParameters
@@ -45,7 +48,8 @@ from penstock.execute.transport.device_queue import DeviceQueue
 from penstock.execute.transport.messages import Incoming
 from penstock.execute.transport.protocol import Transport
 from penstock.execute.transport.rank_names import rank_names
-from penstock.ir.operations import IS_BACKWARD, RUNS_AUTOGRAD, RUNS_FORWARD
+from penstock.ir.keeps import keeps
+from penstock.ir.operations import IS_BACKWARD, RUNS_AUTOGRAD, RUNS_FORWARD, Value
 from penstock.ir.program import Program
 from penstock.ir.units import format_bytes
 
@@ -59,10 +63,10 @@ class MemoryReport:
     """The result of the step that was looked at."""
     layer_bytes: LayerBytes
     """Made and kept by each layer of a microbatch, by the fields of `LayerCosts`; 0 where the step made none, such as
-    contexts where no backward was split."""
+    contexts where no backward was split. Workspaces are what a layer's forward, or backward, took and gave back."""
     predicted_bytes: tuple[int, ...]
     """Per rank, the peak that the one model of memory has for these sizes, gradients and optimizer state included, with
-    the buffers that are kept."""
+    the workspaces and the buffers that are kept."""
 
     def __str__(self) -> str:
         return memory_text(self.ranks, self.predicted_bytes)
@@ -86,7 +90,8 @@ class MemoryWatch(Observer):
     """The parameters of the rank, which know the tensors that are held beside those of the modules."""
 
     def __post_init__(self) -> None:
-        self.sizes = LayerSizes(self.stages, is_sharded=self.parameters.is_sharded)
+        self._meter = meter_for(self.device)
+        self.sizes = LayerSizes(self.stages, self._meter, is_sharded=self.parameters.is_sharded)
         self._points: dict[Moment, MemoryPoint] = {}
         self._peak, self._peak_activations = RankMemory(), 0
         self._addresses: frozenset[int] = frozenset()
@@ -94,6 +99,8 @@ class MemoryWatch(Observer):
         self._tracker = SavedTensorTracker(self.sizes.note_saved)
         self._stages = {stage.index: stage for stage in self.stages}
         self._keys: Keys | None = None
+        self._keeps: NDArray[np.int8]
+        """[num_rows] the `Value` that each row begins to keep."""
         self._stage_of_key: dict[int, int] = {}
         """Stage of each activation, by its key in `Step.values`."""
 
@@ -103,13 +110,18 @@ class MemoryWatch(Observer):
 
     def around(self, program: Program, bound: Bound) -> Around:
         instruction, is_wait = program.instruction(bound.row), bound.awaits is not None
-        self._keys = self._keys or Keys(program, int(program.rank_of_row[bound.row]))
+        if self._keys is None:
+            self._keys, self._keeps = Keys(program, int(program.rank_of_row[bound.row])), keeps(program)
         activation_key = self._keys.activation_of(bound.row)
         if RUNS_FORWARD[instruction.op] and not is_wait:
-            return partial(self._watching_forward, instruction.stage, activation_key)
-        runs_autograd = RUNS_AUTOGRAD[instruction.op] and not is_wait
-        is_backward = bool(IS_BACKWARD[instruction.op])
-        return partial(self._watching_call, activation_key if runs_autograd else None, is_backward)
+            # A forward that runs again takes as much as the first one, but the first keeps nothing: what it gives back
+            # is more than a workspace, and it all is in the activation of the second.
+            has_workspace = bool(self._keeps[bound.row] != Value.CHECKPOINT)
+            return partial(self._watching_forward, instruction.stage, activation_key, has_workspace)
+        if IS_BACKWARD[instruction.op] and not is_wait:
+            runs_autograd = bool(RUNS_AUTOGRAD[instruction.op])
+            return partial(self._watching_backward, instruction.stage, activation_key, runs_autograd)
+        return partial(_looking_behind, self._look)
 
     def end(self, step: Step, failed: bool) -> None:
         if not failed:
@@ -132,7 +144,7 @@ class MemoryWatch(Observer):
         )
 
     @contextmanager
-    def _watching_forward(self, stage: int, activation_key: int, step: Step) -> Iterator[None]:
+    def _watching_forward(self, stage: int, activation_key: int, has_workspace: bool, step: Step) -> Iterator[None]:
         self._stage_of_key[activation_key] = stage
         note_outputs = partial(self._tracker.note_functions, stage)
         # The addresses are taken anew for each forward: gathered parameters have no fixed place.
@@ -140,7 +152,7 @@ class MemoryWatch(Observer):
         with (
             self._tracker.tracking(stage, self._addresses, self.attempt),
             noting_saved(partial(self.attempt, self._note_saved, {})),
-            self.sizes.watching(self.attempt, note_outputs),
+            self.sizes.watching(self._stages[stage], self.attempt, note_outputs, has_workspace=has_workspace),
         ):
             yield
         self._look(step)
@@ -153,15 +165,22 @@ class MemoryWatch(Observer):
             self.sizes.note_saved(tensor)
 
     @contextmanager
-    def _watching_call(self, activation_key: int | None, is_backward: bool, step: Step) -> Iterator[None]:
-        """Look at the memory after a call; `activation_key` is the forward's key where the call runs autograd."""
-        if is_backward and Moment.AFTER_WARM_UP not in self._points:
+    def _watching_backward(
+        self, stage_index: int, activation_key: int, runs_autograd: bool, step: Step
+    ) -> Iterator[None]:
+        """Look at the memory after a backward or a part of one, which `runs_autograd` but where it is a W."""
+        if Moment.AFTER_WARM_UP not in self._points:
             self._look(step, Moment.AFTER_WARM_UP)
-        stage = None if activation_key is None else self._stages[self._stage_of_key[activation_key]]
-        queue_addresses = {} if stage is None else storages(queued(stage.own_weight_gradients.fused))
-        yield
-        weight_inputs = None if activation_key is None else step.values.get(activation_key)
-        if stage is not None and isinstance(weight_inputs, WeightInputs):
+        stage = self._stages[stage_index]
+        queue_addresses = storages(queued(stage.own_weight_gradients.fused)) if runs_autograd else {}
+        if runs_autograd:
+            watching = self.sizes.watching_backward(stage, self.attempt)
+        else:
+            watching = self.sizes.watching_weights(stage, step.values.get(activation_key), self.attempt)
+        with watching:
+            yield
+        weight_inputs = step.values.get(activation_key) if runs_autograd else None
+        if isinstance(weight_inputs, WeightInputs):
             self.sizes.note_contexts(stage, weight_inputs, queue_addresses)
         self._look(step)
 
@@ -175,7 +194,9 @@ class MemoryWatch(Observer):
             self._points[moment] = self._point(moment, sample)
 
     def _point(self, moment: Moment, sample: RankMemory) -> MemoryPoint:
-        allocator = allocator_bytes(self.device, peak=moment is Moment.PEAK) or (None, None)
+        if isinstance(self._meter, AllocatorMeter) and moment is Moment.PEAK:
+            return MemoryPoint(moment, sample.counted_bytes, *self._meter.most())
+        allocator = allocator_bytes(self.device) or (None, None)
         return MemoryPoint(moment, sample.counted_bytes, *allocator)
 
     def _sample(self, step: Step) -> RankMemory:
@@ -240,6 +261,13 @@ class MemoryWatch(Observer):
                 inputs = [*activation.inputs, *saved_in(activation)]
             activation_bytes[stage] += counter.add(inputs)
         return activation_bytes
+
+
+@contextmanager
+def _looking_behind(look: Callable[[Step], object], step: Step) -> Iterator[None]:
+    """Look at the memory behind a call that computes nothing."""
+    yield
+    look(step)
 
 
 def gather_memory(
