@@ -265,5 +265,7 @@ def test_the_predicted_peak_is_what_was_counted(name, offload):
     reports = on_ranks(2, case)
 
     assert reports[0].predicted_bytes == reports[1].predicted_bytes
+    workspace_bytes = max(max(reports[0].layer_bytes[name]) for name in WORKSPACES)
     for predicted, rank in zip(reports[0].predicted_bytes, reports[0].ranks, strict=True):
-        assert predicted == pytest.approx(rank.counted_bytes, rel=0.05)
+        # The prediction has workspaces too, which nobody sees between instructions.
+        assert 0.95 * rank.counted_bytes <= predicted <= 1.05 * rank.counted_bytes + workspace_bytes
