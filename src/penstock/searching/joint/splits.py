@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from penstock.ir.operations import Kind
 from penstock.placement import Placement
 from penstock.searching.fitting import Split
-from penstock.searching.problem import FORWARD, INPUT, Bytes, Problem
+from penstock.searching.problem import FORWARD, INPUT, NUM_PLANES, Bytes, Problem, room_bytes
 from penstock.searching.sequences import Columns
 from penstock.simulation.costs.costs import STATIC_BYTES, Costs
 from penstock.simulation.costs.layer_costs import LayerCosts
 
-NUM_PLANES = 3
 UNIT_BYTES = 1 << 20
 """The size of a message by which the seconds of a byte are found."""
 
@@ -78,13 +77,13 @@ class Splits:
             sizes = costs.stage_bytes(self.placement, self.num_microbatches)
             limit = self.most_bytes if most_bytes is None else most_bytes
             problem = replace(problem, limit=limit - sizes.static_of_ranks(self.placement))
-        names = ("seconds", "taken_bytes", "freed_bytes", "room_bytes", "lag_s", "wire_s")
+        names = ("seconds", "taken_bytes", "freed_bytes", "lag_s", "wire_s")
         filled: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
         columns = Columns.of(problem)._replace(**filled)
         starts = np.cumsum([0, *split]).tolist()
         for stage, (start, stop) in enumerate(pairwise(starts)):
             fill_stage(self.ranges, columns, stage, start, stop, int(stage in recomputed))
-        fill_room(columns, np.zeros(len(split), np.int64))
+        filled["room_bytes"] = room_bytes(columns.rank, columns.taken_bytes, columns.freed_bytes)
         return replace(problem, **filled, recomputed_stages=recomputed)
 
     @cached_property
@@ -178,30 +177,6 @@ def fill_stage(ranges: Ranges, columns: Columns, stage: int, start: int, stop: i
             columns.freed_bytes[action] = round(freed_bytes * factor)
             columns.lag_s[action] = ranges.latency_s[action] + received * ranges.lag_s_per_byte[action]
             columns.wire_s[action] = sent * ranges.wire_s_per_byte[action]
-
-
-def fill_room(columns: Columns, largest_bytes: Any) -> None:
-    """Fill in the bytes that have to be free for each action, as `Problem.of` has them.
-
-    Before an F, so many are free that each backward of its rank finds its workspace behind it. `largest_bytes` is room
-    for one number per stage.
-    """
-    size = len(columns.rank) // NUM_PLANES
-    num_microbatches = size // len(largest_bytes)
-    largest_bytes[:] = 0
-    for action in range(size, len(columns.rank)):
-        stage = action % size // num_microbatches
-        columns.room_bytes[action] = columns.taken_bytes[action]
-        largest_bytes[stage] = max(largest_bytes[stage], columns.taken_bytes[action])
-    for stage in range(len(largest_bytes)):
-        first = stage * num_microbatches
-        most_bytes = 0
-        for other in range(len(largest_bytes)):
-            if columns.rank[other * num_microbatches] == columns.rank[first]:
-                most_bytes = max(most_bytes, largest_bytes[other])
-        for action in range(first, first + num_microbatches):
-            kept_bytes = columns.taken_bytes[action] - columns.freed_bytes[action]
-            columns.room_bytes[action] = max(columns.taken_bytes[action], kept_bytes + most_bytes)
 
 
 def _sums(of_layers: NDArray[Any]) -> NDArray[Any]:
