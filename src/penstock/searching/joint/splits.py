@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.operations import Kind
 from penstock.placement import Placement
-from penstock.searching.fitting import Split
+from penstock.searching.fitting import Split, largest_of_ranges, sums_of_ranges
 from penstock.searching.problem import FORWARD, INPUT, NUM_PLANES, Bytes, Problem, room_bytes
 from penstock.searching.sequences import Columns
 from penstock.simulation.costs.costs import STATIC_BYTES, Costs
@@ -93,18 +93,15 @@ class Splits:
         per_layer = costs.of_stages([1] * num_layers)
         durations = per_layer.durations_s(num_layers, range(num_layers))
         forward, inputs, weight, again = (
-            _sums(durations[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+            sums_of_ranges(durations[kind])
+            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
         )
         sizes = per_layer.stage_bytes(Placement.line(num_layers), self.num_microbatches)
-        activation, context = _sums(sizes.activation), _sums(sizes.weight_context)
+        activation, context = sums_of_ranges(sizes.activation), sums_of_ranges(sizes.weight_context)
         # A stage keeps what its first layer takes.
         checkpoint = np.append(sizes.checkpoint, 0)[:, None] + np.zeros_like(activation)
-        forward_bytes, backward_bytes = (
-            np.array(
-                [[size[start:stop].max(initial=0) for stop in range(num_layers + 1)] for start in range(num_layers + 1)]
-            )
-            for size in (sizes.forward_workspace, sizes.backward_workspace)
-        )
+        forward_bytes = largest_of_ranges(sizes.forward_workspace.astype(np.float64))
+        backward_bytes = largest_of_ranges(sizes.backward_workspace.astype(np.float64))
         again_bytes = np.maximum(forward_bytes, backward_bytes)
         empty, full = (
             Problem.of(
@@ -144,7 +141,7 @@ class Splits:
         """Return [start, stop] bytes that are always there, of which replicas may store a share each."""
         costs, count = self.layer_costs, self.layer_costs.num_layers
         of_layers = sum(np.array(costs.spread_out(name, count, "layer"), np.int64) for name in STATIC_BYTES)
-        return np.asarray(-(-_sums(np.asarray(of_layers)) // costs.shards))
+        return np.asarray(-(-sums_of_ranges(np.asarray(of_layers)) // costs.shards))
 
     @property
     def even_split(self) -> Split:
@@ -177,9 +174,3 @@ def fill_stage(ranges: Ranges, columns: Columns, stage: int, start: int, stop: i
             columns.freed_bytes[action] = round(freed_bytes * factor)
             columns.lag_s[action] = ranges.latency_s[action] + received * ranges.lag_s_per_byte[action]
             columns.wire_s[action] = sent * ranges.wire_s_per_byte[action]
-
-
-def _sums(of_layers: NDArray[Any]) -> NDArray[Any]:
-    """Return [start, stop] the sums over ranges of layers."""
-    sums = np.concatenate([np.zeros(1, of_layers.dtype), np.cumsum(of_layers)])
-    return np.asarray(sums[None, :] - sums[:, None])
