@@ -117,7 +117,7 @@ class Walk:
         self._args, self._skips = (passes.output,), self._skips | passes.held_skips
         if item.kept == "selective":  # which keeps results beside autograd
             self._kept_beside[index] = _bytes_beside(
-                counted.saved_addresses(), trace.live.living_bytes(), (passes.output, roots)
+                counted.saved_addresses(), trace.live.living_bytes, (passes.output, roots)
             )
         kind = (tuple(trace.kind), tuple(map(_shown, module.parameters())), item.kept, call.is_last)
         return _Forward(call, passes, roots, kind)
