@@ -80,7 +80,7 @@ def test_the_oldest_microbatch_of_a_v_has_room_to_come_to_its_end():
 
 
 def test_forwards_leave_a_backward_the_room_for_its_workspace():
-    """Three activations of 10 bytes would fit; with a third one no I could take its 8 bytes, and nothing would go on."""
+    """Three activations of 10 bytes would fit, but then no I could take its 8 bytes, and nothing would go on."""
     costs = Costs.uniform(activation_bytes=10, weight_context_bytes=0, backward_workspace_bytes=8)
     problem = problem_of(Placement.line(1), 4, costs, 30)
     setting = setting_of(problem, [ANY_NUMBER], prefers_inputs=False)
