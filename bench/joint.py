@@ -11,7 +11,6 @@ profiles   12 measured models of uneven layers, without a limit and within the l
 Exit status 1 where a budget is missed. A loaded machine gets less done in equal seconds: compare by `--evaluations`.
 """
 
-import os
 import sys
 import time
 from argparse import Namespace
@@ -20,8 +19,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from on_ranks import Table, bench_parser, comma_separated, write_rows
-from search import Row, rows_of
+from on_ranks import Table, bench_parser, comma_separated
+from search import Row, rows_of, run_parts
 
 from penstock import LayerCosts, Placement, search_joint
 from penstock.ir.schedule import Schedule
@@ -147,17 +146,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of a search (default: 10)")
     parser.add_argument("--evaluations", type=int, help="of a search, instead of seconds")
     arguments = parser.parse_args()
-    written: list[Row] = []
-    missed = []
-    for part in arguments.parts:
-        print(f"\n{part}, load {os.getloadavg()[0]:.1f}")
-        rows, is_fine = PARTS[part](arguments)
-        written += [{"part": part, **row} for row in rows]
-        if not is_fine:
-            missed.append(part)
-    write_rows(arguments.output, written)
-    print(f"\nmissed: {', '.join(missed) or 'nothing'}")
-    return int(bool(missed))
+    return run_parts(PARTS, arguments)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ Exit status 1 where a budget is missed.
 """
 
 import json
+import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -260,23 +261,28 @@ PARTS = {
 }
 
 
-def main() -> int:
-    """Print what was found; return 1 where a budget is missed."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--parts", type=comma_separated, default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a search (default: 3)")
-    arguments = parser.parse_args()
+def run_parts(parts: Mapping[str, Callable[[Namespace], tuple[list[Row], bool]]], arguments: Namespace) -> int:
+    """Run the parts that were asked for, and write their rows; return 1 where a budget is missed."""
     written: list[Row] = []
     missed = []
     for part in arguments.parts:
-        print(f"\n{part}")
-        rows, is_fine = PARTS[part](arguments)
+        print(f"\n{part}, load {os.getloadavg()[0]:.1f}")
+        rows, is_fine = parts[part](arguments)
         written += [{"part": part, **row} for row in rows]
         if not is_fine:
             missed.append(part)
     write_rows(arguments.output, written)
     print(f"\nmissed: {', '.join(missed) or 'nothing'}")
     return int(bool(missed))
+
+
+def main() -> int:
+    """Print what was found; return 1 where a budget is missed."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--parts", type=comma_separated, default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a search (default: 3)")
+    arguments = parser.parse_args()
+    return run_parts(PARTS, arguments)
 
 
 if __name__ == "__main__":

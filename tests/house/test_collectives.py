@@ -21,6 +21,7 @@ _TOLD = "all ranks go by what one gather told them"
 _REPLICAS = "the number of replicas, or whether they share out parameters, is the same on all ranks"
 CONDITIONAL = {
     "checkpoints.pretrained load_weights: require_rebuilt": "what rank 0 sees of the folder is told to all",
+    "checkpoints.pretrained load_weights: require_settings": "what rank 0 sees of the folder is told to all",
     "checkpoints.pretrained load_weights: find_newest": "what rank 0 sees of the folder is told to all",
     "checkpoints.verification find_newest: _first_problem": "a loop over what rank 0 sees, which is told to all",
     "checkpoints.weight_files save_weights: run_together": "a loop over the same two parts",

@@ -26,6 +26,7 @@ from tests.hugging_face.adapted import (  # noqa: E402
     loaded_base,
     pipeline_of,
     saved_base,
+    settle,
     tier,
     trained_by_peft,
     trained_on,
@@ -261,3 +262,118 @@ def test_folders_that_are_no_adapters_and_models_that_cannot_be_used_in_place_ar
     assert "adapter_config.json: peft cannot read it: JSONDecodeError" in refused(folder)
     shutil.copy(tmp_path / "base" / "config.json", folder)
     assert "holds both a model (config.json) and an adapter" in refused(folder)
+
+
+def with_alpha(base, **settings):
+    return ps.from_transformers(base, adapter=peft.LoraConfig(**{**LORA, "target_modules": QV, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lora_alpha": 16}, "self_attn.q_proj' was trained with lora_alpha=8, but has lora_alpha=16 in the model"),
+        ({"use_rslora": True}, "was trained with use_rslora=False, but has use_rslora=True"),
+        ({"alpha_pattern": {"layers.4.self_attn.v_proj": 2}}, "layers.4.self_attn.v_proj' was trained with lora_alp"),
+    ],
+)
+def test_a_checkpoint_of_an_adapter_does_not_load_under_another_scale(tmp_path, settings, told):
+    base = saved_base(tmp_path / "base")
+
+    def used(layers, use):
+        return on_ranks(2, lambda wires: use(pipeline_of(layers, wires)))
+
+    used(with_alpha(base), lambda own: ps.save_checkpoint(tmp_path / "run", own, step=1))
+
+    used(with_alpha(base), lambda own: ps.load_checkpoint(tmp_path / "run", own))
+    errors = used(with_alpha(base, **settings), lambda own: error_of(ps.load_checkpoint, tmp_path / "run", own))
+    for error in errors:
+        assert type(error) is CheckpointError
+    assert any(told in str(error) for error in errors), errors
+
+
+def test_a_scale_that_was_set_on_the_model_in_use_is_that_of_a_checkpoint(tmp_path):
+    model = adapted(saved_base(tmp_path / "base"), "LoRA")
+    pipeline = pipeline_of(ps.from_transformers(model), None)
+    ps.save_checkpoint(tmp_path / "run", pipeline, step=1)
+    layer = model.get_base_model().model.layers[3].self_attn.v_proj
+    layer.set_scale("default", 3)
+
+    error = error_of(ps.load_checkpoint, tmp_path / "run", pipeline)
+
+    assert "'model.layers.3.self_attn.v_proj' was trained with scaling=2.0, but has scaling=6.0 in the model" in str(
+        error
+    )
+
+
+def test_vera_that_saves_no_matrices_is_not_loaded_under_those_of_another_seed(tmp_path):
+    base = saved_base(tmp_path / "base")
+
+    def pipeline_under(seed):
+        config = peft.VeraConfig(r=4, target_modules=QV, save_projection=False, projection_prng_key=seed)
+        return pipeline_of(ps.from_transformers(base, adapter=config), None)
+
+    ps.save_checkpoint(tmp_path / "run", pipeline_under(0), step=1)
+
+    error = error_of(ps.load_checkpoint, tmp_path / "run", pipeline_under(1))
+
+    assert "was trained with projection_prng_key=0, but has projection_prng_key=1" in str(error)
+
+
+OVERLAPPING = {"q_proj": 2, "layers.1.self_attn.q_proj": 3}
+
+
+@pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
+def test_patterns_by_whose_order_a_module_has_another_rank_or_scale_are_refused(tmp_path, setting):
+    base = saved_base(tmp_path / "base")
+
+    def config(patterns):
+        return peft.LoraConfig(**LORA, target_modules=QV, **{setting: dict(patterns)})
+
+    for text in (
+        refused(base, config(OVERLAPPING)),
+        str(error_of(ps.from_transformers, peft.get_peft_model(loaded_base(base), config(OVERLAPPING)))),
+    ):
+        assert (
+            f"{setting}: 'q_proj' and 'layers.1.self_attn.q_proj' both mean 'model.layers.1.self_attn.q_proj'" in text
+        )
+        assert "which takes the first, 2; but peft's file has them sorted, and is read with 3" in text
+
+
+def test_patterns_that_overlap_in_the_order_of_the_file_give_the_ranks_and_scales_of_peft(tmp_path):
+    base = saved_base(tmp_path / "base")
+    patterns = dict(sorted(OVERLAPPING.items()))
+    config = peft.LoraConfig(**LORA, target_modules=QV, rank_pattern=patterns, alpha_pattern=patterns)
+
+    def forms(model):
+        modules = {name: item for name, item in model.named_modules() if hasattr(item, "lora_A")}
+        return {name: (item.r["default"], item.scaling["default"]) for name, item in modules.items()}
+
+    def case(transport):
+        pipeline = pipeline_of(ps.from_transformers(base, adapter=copy.deepcopy(config)), transport)
+        return {
+            name: form for stage in pipeline.stages for layer in stage.modules for name, form in forms(layer).items()
+        }
+
+    first, second = on_ranks(2, case)
+    assert first | second == forms(peft.get_peft_model(loaded_base(base), config).get_base_model())
+
+
+def test_dropouts_of_adapters_in_blocks_are_no_draws_of_the_end_that_a_loss_applies_in_chunks(tmp_path):
+    base = saved_base(tmp_path / "base")
+    head = ["q_proj", "lm_head"]
+
+    def case(loss, targets=QV, seed=5):
+        config = peft.LoraConfig(**LORA, target_modules=targets, lora_dropout=0.5)
+        layers = ps.from_transformers(base, adapter=config)
+        pipeline = pipeline_of(layers, None, loss=loss or layers.loss, seed=seed)
+        settle(pipeline.named_parameters())
+        loss_value = pipeline.step(TOKENS, target=LABELS).loss.item()
+        return loss_value, {name: each.grad for name, each in pipeline.named_parameters() if each.grad is not None}
+
+    chunked = partial(ps.losses.chunked_cross_entropy, chunk=4)
+    (loss, gradients), (wanted, wanted_gradients) = case(chunked), case(None)
+
+    assert abs(loss - wanted) < LARGEST * wanted != case(None, seed=6)[0]
+    largest = max(each.abs().max() for each in wanted_gradients.values())
+    assert max((gradients[name] - each).abs().max() / largest for name, each in wanted_gradients.items()) < LARGEST
+    assert "random numbers" in str(error_of(case, chunked, head))

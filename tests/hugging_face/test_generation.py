@@ -418,6 +418,55 @@ def test_weights_that_are_not_numbers_are_refused():
         layers.generate(pipeline, PROMPTS, max_new_tokens=NUM_TOKENS)
 
 
+@pytest.mark.parametrize(("name", "value"), [("eos_token_id", [2, 5]), ("pad_token_id", 7)])
+def test_ranks_whose_models_end_or_pad_rows_by_other_ids_are_named(name, value):
+    def case(transport):
+        layers = ps.from_transformers(model_of("llama"))
+        if transport.rank:
+            setattr(layers.whole.generation_config, name, value)
+        with ps.Pipeline(layers, "1f1b", 2, transport=transport) as pipeline:
+            return error_of(layers.generate, pipeline, PROMPTS, max_new_tokens=NUM_TOKENS)
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, PipelineError)
+        assert f"the ranks disagree on {name}: rank 0 has" in str(error)
+        assert "give all ranks the same model.whole.generation_config" in str(error)
+
+
+@pytest.mark.parametrize(("length", "fix"), [(6, "ask for 4 at most, or call"), (12, "no others; call")])
+def test_a_text_beyond_the_first_rotary_factors_of_a_model_is_refused_by_name(length, fix):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0, 2.0, 4.0, 1.5]}
+    rotary = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 10, **factors}
+    model = lively_model("phi3", rope_parameters=rotary, original_max_position_embeddings=10)
+    layers = ps.from_transformers(model)
+    text = torch.cat([PROMPTS, PROMPTS], 1)[:, :length]
+    with ps.Pipeline(layers, "gpipe", 1, ranks=1) as pipeline:
+        error = error_of(layers.generate, pipeline, text, max_new_tokens=NUM_TOKENS)
+
+        assert cached_model(pipeline, 10) is model
+        assert cached_model(pipeline, 11) is None
+        found = layers.generate(pipeline, PROMPTS, max_new_tokens=4, eos_token_id=())
+    assert isinstance(error, ConfigError)
+    assert "go beyond the 10 positions up to which Phi3ForCausalLM takes its first rotary factors" in str(error)
+    assert fix in str(error)
+    assert found.tolist() == model.generate(PROMPTS, max_new_tokens=4, do_sample=False, **NO_END).tolist()
+
+
+def test_indices_that_grow_with_the_text_go_between_stages_where_shapes_may_vary():
+    model = tiny_further.model_of("glm_moe_dsa").eval()
+    layers = ps.from_transformers(model)
+    text = model.generate(PROMPTS[:, :1], max_new_tokens=NUM_TOKENS, do_sample=False, **NO_END)
+
+    def case(transport, **options):
+        with ps.Pipeline(layers, "1f1b", 2, transport=transport, **options) as pipeline:
+            return layers.generate(pipeline, PROMPTS[:, :1], max_new_tokens=NUM_TOKENS, eos_token_id=())
+
+    for found in on_ranks(2, lambda transport: case(transport, variable_shapes=True)):
+        assert found.tolist() == text.tolist()
+    for error in on_ranks(2, lambda transport: error_of(case, transport)):
+        assert "variable_shapes=True" in str(error)
+
+
 def test_only_a_model_of_transformers_with_positions_for_the_text_is_read_with_a_cache():
     layers = ps.from_transformers(config_of("llama"))
     with ps.Pipeline(layers, "gpipe", 1, ranks=1) as pipeline:

@@ -170,6 +170,25 @@ def test_an_end_that_is_another_one_in_training_is_that_of_the_step():
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_an_end_that_needs_a_tensor_of_the_model_itself_is_refused_when_the_pipeline_is_made(kind):
+    model = model_ending_by(lambda model, hidden, mask: model.lm_head(hidden) * model.gain)
+    if kind == "buffer":
+        model.register_buffer("gain", torch.full((64,), 2.0))
+    else:
+        model.gain = torch.nn.Parameter(torch.full((64,), 2.0))
+    tokens, labels, _ = batch_of("plain")
+    layers = ps.from_transformers(model)
+
+    def case(transport):
+        return error_of(ps.Pipeline, layers, "1f1b", 4, layers.log_probs(sum_of), transport=transport)
+
+    for error in on_ranks(2, case):
+        assert isinstance(error, ConfigError)
+        assert "computes with 'gain' of the model (Ended) beside its hidden state; put that into a submod" in str(error)
+    assert ps.Pipeline(layers, "1f1b", 4, ranks=1).step(tokens, target=labels).loss > 0
+
+
 @pytest.mark.parametrize(
     ("end", "told"),
     [

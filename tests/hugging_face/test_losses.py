@@ -9,6 +9,7 @@ from torch import nn
 from penstock.errors import PenstockError
 from penstock.hugging_face.losses import ClassLoss, TokenLoss, loss_of
 from tests.hugging_face import tiny_further
+from tests.hugging_face.families import config_of
 
 pytest.importorskip("transformers")
 
@@ -76,6 +77,25 @@ def test_labels_and_outputs_that_do_not_fit_are_refused():
         ClassLoss(config).mean(torch.randn(2, 3), torch.zeros(2))
     with pytest.raises(PenstockError, match="the output of the model is a dict without logits; pass Pipeline a loss"):
         TokenLoss().mean({}, torch.zeros(2))
+
+
+def test_labels_that_are_no_classes_are_refused_by_one_message():
+    import transformers
+
+    shifted = loss_of(transformers.LlamaForCausalLM(config_of("llama")))
+    for loss, size in ((TokenLoss(), 5), (shifted, 64)):
+        logits, labels = torch.randn(1, 3, size), torch.tensor([[0, -7, 2]])
+        with pytest.raises(
+            PenstockError, match=rf"^label -7; expected one from 0 to {size - 1}, or -100 where nothing"
+        ):
+            loss.mean(logits, labels)
+        with pytest.raises(
+            PenstockError, match=f"^label {size}, but the model has a vocabulary of {size}; take the to"
+        ):
+            loss.mean(logits, labels.clamp(0) + size - 2)
+        with pytest.raises(PenstockError, match=r"labels are of torch.int32; expected torch.int64"):
+            loss.mean(logits, labels.clamp(0).int())
+    shifted.mean(logits, torch.tensor([[-7, 1, 2]]))  # no position is compared with the first label
 
 
 def test_a_model_without_labels_has_no_loss():

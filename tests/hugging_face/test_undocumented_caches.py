@@ -5,7 +5,13 @@ import inspect
 import pytest
 import torch
 
-from penstock.hugging_face.undocumented_caches import cache_argument, inputs_of_forward, longest_text, rank_cache
+from penstock.hugging_face.undocumented_caches import (
+    cache_argument,
+    inputs_of_forward,
+    longest_text,
+    rank_cache,
+    unstretched_text,
+)
 from tests.hugging_face.families import SHAPE, config_of, model_of
 
 transformers = pytest.importorskip("transformers")
@@ -113,3 +119,15 @@ def test_configs_say_how_many_positions_a_model_has():
     assert longest_text(config_of("llama")) == 64
     assert longest_text(config_of("gpt2")) == 64
     assert longest_text(transformers.BloomConfig()) == 0
+
+
+def test_configs_say_up_to_which_position_a_model_takes_its_first_rotary_factors():
+    import transformers
+
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    stretched = transformers.Phi3Config(
+        hidden_size=32, num_attention_heads=4, rope_parameters=factors, original_max_position_embeddings=10
+    )
+    assert unstretched_text(stretched) == 10
+    assert unstretched_text(config_of("phi3")) == unstretched_text(config_of("gemma3")) == 0
+    assert unstretched_text(config_of("gpt2")) == 0

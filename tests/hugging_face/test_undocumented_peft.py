@@ -19,6 +19,7 @@ from penstock.hugging_face.undocumented_peft import (
     names_in_file,
     names_without,
     projections_of,
+    settings_of_modules,
     share_projections,
     wrapped,
     write_settings,
@@ -135,3 +136,33 @@ def test_peft_writes_its_settings_without_values(tmp_path, name):
     files = sorted(path.name for path in (tmp_path / "folder").iterdir())
     assert files == ["README.md", "adapter_config.json"]
     assert json.loads((tmp_path / "folder" / "adapter_config.json").read_text())["r"] == 2
+
+
+def test_modules_have_the_scales_and_forms_of_their_adapters_as_attributes():
+    names = [QUERY]
+    scaled = peft.get_peft_model(model_of("llama"), lora(modules_to_save=None, lora_alpha=6, use_rslora=True))
+    fed = peft.get_peft_model(
+        model_of("llama"), peft.IA3Config(target_modules=names, feedforward_modules=[], task_type="CAUSAL_LM")
+    )
+    drawn = peft.VeraConfig(r=2, target_modules=names, save_projection=False, projection_prng_key=5)
+
+    found = [
+        settings_of_modules(model.get_base_model(), model.peft_config["default"])
+        for model in (scaled, fed, peft.get_peft_model(model_of("llama"), drawn))
+    ]
+
+    wanted = {"lora_alpha": 6, "use_rslora": True, "scaling": 6 / 2**0.5, "fan_in_fan_out": False}
+    assert found == [
+        {QUERY: wanted},
+        {QUERY: {"fan_in_fan_out": False, "is_feedforward": False}},
+        {QUERY: {"projection_prng_key": 5, "fan_in_fan_out": False}},
+    ]
+
+
+def test_a_module_takes_the_first_pattern_that_means_it_and_the_file_sorts_patterns(tmp_path):
+    patterns = {"q_proj": 3, QUERY: 2}
+    model = peft.get_peft_model(model_of("llama"), lora(modules_to_save=None, rank_pattern=dict(patterns)))
+    model.save_pretrained(tmp_path)
+
+    assert model.get_base_model().get_submodule(QUERY).r["default"] == 3
+    assert list(json.loads((tmp_path / "adapter_config.json").read_text())["rank_pattern"]) == sorted(patterns)

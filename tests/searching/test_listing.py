@@ -79,6 +79,20 @@ def test_the_oldest_microbatch_of_a_v_has_room_to_come_to_its_end():
     assert run(problem, sequence).peak_bytes.max() <= 3
 
 
+def test_forwards_leave_a_backward_the_room_for_its_workspace():
+    """Three activations of 10 bytes would fit, but then no I could take its 8 bytes, and nothing would go on."""
+    costs = Costs.uniform(activation_bytes=10, weight_context_bytes=0, backward_workspace_bytes=8)
+    problem = problem_of(Placement.line(1), 4, costs, 30)
+    setting = setting_of(problem, [ANY_NUMBER], prefers_inputs=False)
+
+    sequence = list_schedule(problem, setting)
+
+    assert problem.room_bytes[:4].tolist() == [18] * 4
+    assert sequence[:3].tolist() == [0, 1, 4]  # F, F, I
+    assert run(problem, sequence).peak_bytes.max() == 28
+    assert list_schedule(replace(problem, room_bytes=problem.taken_bytes), setting) is None
+
+
 def test_where_nothing_fits_there_is_none():
     problem = problem_of(Placement.line(2), 2, Costs.uniform(activation_bytes=10), 9)
 

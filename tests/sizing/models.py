@@ -4,9 +4,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.execute.values.tree import as_graph_leaves, needing_gradient
 from penstock.models import DecoderConfig, decoder_layers
-from penstock.sizing.trace import Trace
 from tests.support.local_pipelines import on_ranks
 
 LENGTH, ROWS, MICROBATCHES = 128, 2, 2
@@ -37,12 +35,12 @@ def shape_of(family):
     return {**SHAPE, "head_dim": 16} if has_head_size else SHAPE
 
 
-def reported(layers, split, *, loss=None, **options):
+def reported(layers, split, *, schedule="zb-h1", loss=None, **options):
     """Return the bytes per layer that a pipeline reports in its third step, when its splits of backwards stay."""
     tokens = torch.randint(3, 500, (ROWS * MICROBATCHES, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def case(transport):
-        pipeline = ps.Pipeline(layers, "zb-h1", MICROBATCHES, loss, transport=transport, split=split, **options)
+        pipeline = ps.Pipeline(layers, schedule, MICROBATCHES, loss, transport=transport, split=split, **options)
         for _ in range(3):
             report = pipeline.memory_report(tokens, target=tokens)
             for parameter in pipeline.parameters():
@@ -60,22 +58,6 @@ def differences(works, layer_bytes):
         for field in FIELDS
         if list(layer_bytes[field]) != [getattr(work, field) for work in works]
     ]
-
-
-def workspaces(layer, inputs, finish=lambda output: output):
-    """Return the bytes that a forward and a backward of a layer with values take beside those that stay."""
-    for parameter in layer.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    trace = Trace()
-    with trace:
-        leaves = as_graph_leaves(inputs)
-        with trace.part():
-            outputs = finish(layer(*leaves))
-        forward = trace.live.forward_workspace()
-        with trace.part():
-            roots = needing_gradient(outputs)
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        return forward, trace.live.backward_workspace()
 
 
 class Block(nn.Module):

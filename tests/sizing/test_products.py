@@ -73,7 +73,7 @@ def test_attention_is_two_products_and_five_in_a_backward_half_of_them_if_causal
     assert {(item.kernel, item.data_type) for item in forward.products} == {("attention", "bfloat16")}
 
 
-def test_a_grouped_product_has_the_rows_of_all_groups():
+def test_a_grouped_product_is_one_of_the_mean_rows_for_each_group():
     offsets = torch.tensor([4, 16], dtype=torch.int32)
 
     forward, backward = work_of(
@@ -82,6 +82,8 @@ def test_a_grouped_product_has_the_rows_of_all_groups():
 
     assert forward.flops == 2 * 16 * 8 * 24
     assert backward.flops == 2 * forward.flops
+    shapes = [(item.batch, item.rows, item.columns, item.inner) for item in (*forward.products, *backward.products)]
+    assert sorted(shapes) == sorted([(2, 8, 24, 8), (2, 8, 8, 24), (2, 8, 24, 8)])
     assert {product.kernel for product in forward.products + backward.products} == {"grouped"}
 
 

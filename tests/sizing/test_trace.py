@@ -66,7 +66,7 @@ def test_operations_on_real_tensors_are_no_work_but_their_bytes_live():
 
     assert part.work().num_kernels == 0
     assert trace.kind == []
-    assert trace.live.num_bytes == FLOAT * mask.numel()
+    assert trace.live.num_bytes() == FLOAT * mask.numel()
 
 
 def test_the_kind_of_a_layer_is_its_operations_with_shapes_but_without_factors():

@@ -18,6 +18,7 @@ from penstock.checkpoints.content import (
 )
 from penstock.checkpoints.local_tensors import LocalTensor, distributed_like
 from penstock.checkpoints.manifest import Manifest, TensorEntry
+from penstock.checkpoints.module_settings import require_settings
 from penstock.checkpoints.optimizer_state import STEP, load_optimizer, require_loadable
 from penstock.checkpoints.random_state import random_state_restorer
 from penstock.checkpoints.rebuilt import require_rebuilt
@@ -59,6 +60,7 @@ def load_newest(folder: Path, pipeline: Pipeline, optimizer: Optimizer | None = 
     saved_names_by_rank = control.together(lambda: list(weights.saved_names.values()), fails_as)
     saved_names = {name for names in saved_names_by_rank for name in names}
     require_rebuilt(pipeline, checkpoint.manifest.rebuilt, checkpoint.path)
+    require_settings(pipeline, checkpoint.manifest.settings, checkpoint.path)
     control.together(lambda: reader.require_same_model(saved_names), fails_as)
     tensors = run_together(control, reader.read, num_bytes=checkpoint.manifest.num_bytes, path=checkpoint.path)
     reader.load(tensors)

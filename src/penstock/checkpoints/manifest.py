@@ -89,6 +89,8 @@ class Manifest(_Part):
     weights: dict[str, TensorEntry]
     rebuilt: dict[str, int] = {}
     """Sums of the bits of frozen tensors, by name, which are not in the checkpoint, since layers make them again."""
+    settings: dict[str, dict[str, Any]] = {}
+    """What modules compute by beside their tensors, by name of a module, such as the scale of an adapter."""
     optimizer: OptimizerEntry | None
     files: dict[FileName, FileEntry]
 

@@ -17,6 +17,7 @@ from penstock.checkpoints.agreement import failing_as, run_together
 from penstock.checkpoints.content import SAME_MODEL, require_same_names
 from penstock.checkpoints.loading import LocalWeights, local_weights_of
 from penstock.checkpoints.manifest import read_manifest
+from penstock.checkpoints.module_settings import require_settings
 from penstock.checkpoints.rebuilt import require_rebuilt
 from penstock.checkpoints.shards import pickles_in, read_files, require_file_name, require_regular, shapes_of
 from penstock.checkpoints.verification import candidates, find_newest, newest_readable, size_of
@@ -49,6 +50,7 @@ def load_weights(path: Path, pipeline: Pipeline) -> Path:
         checkpoint = find_newest(control, source)
         source = checkpoint.path
         require_rebuilt(pipeline, checkpoint.manifest.rebuilt, source)
+        require_settings(pipeline, checkpoint.manifest.settings, source)
     files: dict[str, str] = control.together(lambda: files_of(source), fails_as)[0]
     saved_names_by_rank = control.together(lambda: list(weights.saved_names.values()), fails_as)
     saved_names = {name for names in saved_names_by_rank for name in names}

@@ -38,9 +38,10 @@ from penstock.checkpoints.manifest import (
     TensorEntry,
     manifest_bytes,
 )
+from penstock.checkpoints.module_settings import joined_settings
 from penstock.checkpoints.optimizer_state import merged_groups
 from penstock.checkpoints.random_state import random_state
-from penstock.checkpoints.rebuilt import SumsByRow, joined_sums, local_sums
+from penstock.checkpoints.rebuilt import joined_sums, local_sums
 from penstock.checkpoints.shards import (
     FileEntry,
     cannot_write,
@@ -109,27 +110,30 @@ class CheckpointWriter:
         self._pipeline.require_equal_copies()
         control, extra_values = self.control, dict(extra or {})
 
-        def check_and_describe() -> tuple[int, str, dict[str, Any], SumsByRow]:
+        def check_and_describe() -> tuple[Any, ...]:
             if not is_whole_number(step, 0):
                 raise NotSaved(f"step: {described(step)}; expected a whole number, at least 0")
             if not is_whole_number(keep := self._keep["keep_last"], 0):
                 raise NotSaved(f"keep: {described(keep)}; expected a number of checkpoints, or 0 for all")
-            return step, _json_of(extra_values), random_state(self._pipeline.device), local_sums(self._pipeline)
+            pipeline = self._pipeline
+            own_facts = random_state(pipeline.device), local_sums(pipeline), pipeline.module_settings
+            return step, _json_of(extra_values), *own_facts
 
         # All ranks describe their tensors, and must agree on the step and on `extra`. The further facts of a rank may
-        # differ: its random state, and the sums of what it does not save.
+        # differ: its random state, the sums of what it does not save, and the settings of its modules.
         content, descriptions, facts = gather_content(
             self._pipeline, self._optimizer, check_and_describe, skip=self._pipeline.rebuilt_names
         )
         for argument, values in zip(("step", "`extra`"), zip(*facts, strict=True), strict=False):
             require_equal_on_ranks(argument, values, self.folder.path, control.names)
+        *_, random, sums, settings = map(list, zip(*facts, strict=True))
+        fields = {"step": step, "extra": extra_values, "random": random, "rebuilt": joined_sums(sums)}
+        fields["settings"] = joined_settings(settings)
         names_by_rank = owned_names(descriptions)
         staged = stage(self._staging, self._pipeline, content, names_by_rank)
         manifests: list[Manifest] = []
 
         def begin_on_rank_0() -> str:
-            random, sums = [fact[2] for fact in facts], joined_sums([fact[3] for fact in facts])
-            fields = {"step": step, "extra": extra_values, "random": random, "rebuilt": sums}
             manifests.append(self._manifest(descriptions, names_by_rank, **fields))
             with naming_file(self.folder.path):
                 return str(self.folder.begin(step))

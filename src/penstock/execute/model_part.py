@@ -19,7 +19,7 @@ from penstock.execute.replicas.first_replica import share_all
 from penstock.execute.replicas.whole_state import WholeState, deal_out, send_rows
 from penstock.execute.stages.assemble import Assembly
 from penstock.execute.stages.gradient_norm import clip_gradients
-from penstock.execute.stages.held_state import held_tensors
+from penstock.execute.stages.held_state import held_settings, held_tensors
 from penstock.execute.stages.model_state import (
     entries_of_ranks,
     gather_state,
@@ -84,6 +84,14 @@ class ModelPart:
             for local_name in getattr(module, "rebuilt_names", ())
             if (name := full_name(layer, module, local_name)) not in trained_names
         )
+
+    @property
+    def module_settings(self) -> dict[str, dict[str, Any]]:
+        """What modules of this rank compute by beside their tensors, by name of a module, such as an adapter's scale.
+
+        A layer says so by its method `module_settings`. Checkpoints have it, and are refused by a model with another.
+        """
+        return held_settings(self.stages)
 
     def train(self, mode: bool = True) -> Self:
         """Put this rank's layers into training mode, or evaluation mode; `evaluate` needs no call of it."""

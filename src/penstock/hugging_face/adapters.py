@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from penstock.hugging_face.undocumented_peft import (
     names_without,
     peft,
     projections_of,
+    require_clear_patterns,
+    settings_of_modules,
     share_projections,
     wrapped,
 )
@@ -170,6 +172,7 @@ class Adapter:
         if base_name is not None:
             config.base_model_name_or_path = base_name
         adapter_on_model = cls(peft_model, file=None if folder is None else folder / FILE)
+        require_clear_patterns(config, adapter_on_model.modules[0])
         if folder is not None:
             _require_same_model(adapter_on_model, folder)
         return adapter_on_model
@@ -194,7 +197,9 @@ class Adapter:
             )
         if any(getattr(module, "merged", False) for module in source.modules()):
             raise ConfigError("the adapter is merged into the model; call unmerge_adapter() first", key=KEY)
-        return cls(source, names[0])
+        adapter = cls(source, names[0])
+        require_clear_patterns(adapter.config, adapter.modules[0])
+        return adapter
 
     @property
     def model(self) -> Any:
@@ -256,12 +261,16 @@ class Adapter:
             share_projections(part, self.name, projections)  # a copy: ranks of one process change no tensor together
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(name in self.trained_names)
-        self.mark_rebuilt(part)
+        self.mark(part)
         if self.file is not None:
             _fill(part, self.file, self.file_names)
 
-    def mark_rebuilt(self, part: CutPart) -> None:
-        """Note which tensors of a layer no checkpoint has: frozen parameters, and what all layers of VeRA share."""
+    def mark(self, part: CutPart) -> None:
+        """Note what of a layer a checkpoint has not, and by what its adapters compute beside tensors.
+
+        A checkpoint has no frozen parameters, and nothing that all layers of VeRA share.
+        """
+        part.module_settings = partial(settings_of_modules, part, self.config)
         part.rebuilt_names = frozenset(
             name
             for name, tensor in saved_tensors(part).items()

@@ -129,7 +129,7 @@ def _in_place(source: nn.Module, adapter: Any, chains: Sequence[str] | None, exa
     for layer in layers:
         layer.layer_weight = weight(layer.layer_name)
         if put_in is not None:
-            put_in.mark_rebuilt(layer)
+            put_in.mark(layer)
     return TransformersModel(layers, model, None, is_decoder=_is_decoder(model), adapter=put_in)
 
 

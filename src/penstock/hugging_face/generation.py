@@ -29,14 +29,21 @@ from penstock.hugging_face.undocumented_caches import (
     longest_text,
     rank_cache,
     takes_dynamic_cache,
+    unstretched_text,
 )
 from penstock.models.cutting.part import CutPart
 from penstock.pipeline import Pipeline
 
 Choose = Callable[[Tensor], Tensor]
 """Returns a token for each row of logits [rows, vocabulary]."""
-SAME_ON_ALL = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "eos_token_id")
-"""The fields of a request that have one value on all ranks of all replicas."""
+SAME_ON_ALL = {
+    **dict.fromkeys(("max_new_tokens", "temperature", "top_k", "top_p", "seed"), Rule("Pass the same on all ranks")),
+    **dict.fromkeys(
+        ("eos_token_id", "pad_token_id"),
+        Rule("Pass the same, or give all ranks the same model.whole.generation_config"),
+    ),
+}
+"""What has one value on all ranks of all replicas: fields of a request, and ids that its model says otherwise."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (None, 1)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_new_tokens"), (None, 0)),
@@ -129,7 +136,8 @@ def cached_model(pipeline: Pipeline, length: int) -> Any:
     model: Any = module.whole_model if isinstance(module, CutPart) else None
     if not hasattr(model, "prepare_inputs_for_generation") or obstacle_to_cache(model):
         return None
-    return model if length <= (longest_text(model.config) or length) else None
+    limits = filter(None, (longest_text(model.config), unstretched_text(model.config)))
+    return model if length <= min(limits, default=length) else None
 
 
 def obstacle_to_cache(model: Any) -> str:
@@ -227,12 +235,12 @@ def _agreed(pipeline: Pipeline, model: Any, request: Request) -> Request:
     def check() -> dict[str, str]:
         _require_same_model(pipeline, model)
         checked.append(_checked(model, request, pipeline.device))
-        return {name: str(getattr(request, name)) for name in SAME_ON_ALL}
+        # Where a request has no ids, each rank has those of its own model.
+        padding = {"pad_token_id": _padding(model, checked[0].eos_token_id)}
+        return {name: str(padding[name] if name in padding else getattr(checked[0], name)) for name in SAME_ON_ALL}
 
     control = pipeline.control
-    require_equal(
-        control.together(check), control.names, dict.fromkeys(SAME_ON_ALL, Rule("Pass the same on all ranks"))
-    )
+    require_equal(control.together(check), control.names, SAME_ON_ALL)
     # Each replica has prompts of its own, of which all ranks of it have the same.
     tensors = {"input_ids": checked[0].tokens, "attention_mask": checked[0].mask}
     reports: Any = control.within.all_gather_object({name: _digest(tensor) for name, tensor in tensors.items()})
@@ -281,7 +289,24 @@ def _checked_tokens(model: Any, request: Request) -> Tensor:
             f"positions of {type(model).__name__}; {f'ask for {room} at most' if room > 0 else 'cut the prompts'}",
             key="max_new_tokens",
         )
+    _require_one_rotation(model, tokens.shape[1], request.max_new_tokens)
     return tokens
+
+
+def _require_one_rotation(model: Any, length: int, number: int) -> None:
+    """Refuse a text beyond the positions up to which a model with two sets of rotary factors takes the first one.
+
+    Raises: ConfigError.
+    """
+    shortest = unstretched_text(model.config)
+    if shortest and length + number > shortest:
+        fix = f"ask for {shortest - length} at most, or " if length < shortest else ""
+        raise ConfigError(
+            f"{number} tokens behind prompts of {length} go beyond the {shortest} positions up to which "
+            f"{type(model).__name__} takes its first rotary factors (longrope), and a cache has no others; {fix}call "
+            "the model's own generate",
+            key="max_new_tokens",
+        )
 
 
 def _checked_ends(model: Any, request: Request) -> tuple[int, ...]:

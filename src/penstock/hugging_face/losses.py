@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import PenstockError
+from penstock.execute.losses.ignored import IGNORED, require_in_vocabulary, require_int64
 from penstock.hugging_face.undocumented import LossKind, loss_kind
-
-IGNORED_LABEL = -100
 
 
 class Loss(Protocol):
@@ -54,12 +53,13 @@ class ShiftedLoss:
     def mean(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over labels, each of which is compared with the logits at the position before it."""
         _require_fitting(logits, labels, "the input_ids, not shifted,")
+        _require_classes(labels[..., 1:], logits.shape[-1])
         number = max(self.count(labels), 1)
         return self._function(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=number)
 
     def count(self, labels: Tensor) -> int:
         """Return how many labels there are besides the first of each row, and those of -100."""
-        return int((labels[..., 1:] != IGNORED_LABEL).sum())
+        return int((labels[..., 1:] != IGNORED).sum())
 
 
 class TokenLoss:
@@ -68,14 +68,15 @@ class TokenLoss:
     def mean(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over labels, each of which is compared with the logits at its own position."""
         _require_fitting(logits, labels, "a label for each position,")
+        _require_classes(labels, logits.shape[-1])
         entropy = functional.cross_entropy(
-            _at_least_float32(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            _at_least_float32(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         return entropy / max(self.count(labels), 1)
 
     def count(self, labels: Tensor) -> int:
         """Return how many labels are not -100."""
-        return int((labels != IGNORED_LABEL).sum())
+        return int((labels != IGNORED).sum())
 
 
 class ClassLoss:
@@ -131,3 +132,9 @@ def _require_fitting(logits: Any, labels: Tensor, labels_words: str) -> None:
             f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, but they have "
             f"{tuple(labels.shape)}; pass {labels_words} with -100 where nothing is to be learned"
         )
+
+
+def _require_classes(labels: Tensor, number: int) -> None:
+    """Refuse labels that are none of so many classes, nor -100. Raises: PenstockError."""
+    require_int64(labels)
+    require_in_vocabulary(labels, number)

@@ -143,6 +143,22 @@ def longest_text(config: Any) -> int:
     return int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
 
 
+def unstretched_text(config: Any) -> int:
+    """Return how many positions a model rotates by its factors for short texts (longrope); 0 where it has one set.
+
+    Beyond them a forward writes other factors, and what a cache has was rotated by the first ones.
+    """
+    config = config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_kind = [item for item in parameters.values() if isinstance(item, dict)] or [parameters]
+    lengths = [
+        item.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0)
+        for item in by_kind
+        if item.get("rope_type") == "longrope"
+    ]
+    return min(map(int, filter(None, lengths)), default=0)
+
+
 def inputs_of_forward(model: Any, text: Tensor, mask: Tensor, kept: RankCache) -> dict[str, Any]:
     """Return what `generate` of transformers passes to a forward that reads the end of some rows.
 

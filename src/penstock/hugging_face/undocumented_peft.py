@@ -33,6 +33,10 @@ WITHOUT_TARGETS = "dummy-target-modules"
 PROJECTIONS = ("vera_A", "vera_B")
 """The matrices that all layers of VeRA share."""
 PATTERNS = ("rank_pattern", "alpha_pattern")
+SCALES = ("lora_alpha", "use_rslora", "scaling")
+"""The attributes of a module with LoRA that have its scale, by name of an adapter."""
+FORMS = ("fan_in_fan_out", "is_feedforward")
+"""The attributes of a module with an adapter that say how it applies its tensors, where their shapes may not tell."""
 
 
 def peft() -> Any:
@@ -95,6 +99,22 @@ def adapted_modules(model: nn.Module) -> tuple[dict[str, None], dict[str, None]]
     )
 
 
+def settings_of_modules(model: nn.Module, config: Any) -> dict[str, dict[str, Any]]:
+    """Return, by name of a module with an adapter, the numbers that change what it computes and are in no tensor."""
+    # Where VeRA does not save its matrices, they follow from this number.
+    seed = {} if getattr(config, "save_projection", True) else {"projection_prng_key": config.projection_prng_key}
+    return {name: seed | _settings_of(model.get_submodule(name)) for name in adapted_modules(model)[0]}
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """Return the settings of one module with one adapter, by peft's names."""
+    by_adapter = {name: getattr(module, name) for name in SCALES if hasattr(module, name)}
+    settings = {name: value for name, values in by_adapter.items() for value in values.values()}
+    settings |= {name: getattr(module, name) for name in FORMS if hasattr(module, name)}
+    # A number may be a scalar of numpy or torch.
+    return {name: value if isinstance(value, bool | int) else float(value) for name, value in settings.items()}
+
+
 def config_for(config: Any, targets: Collection[str], copied: Collection[str]) -> Any:
     """Return the config of an adapter with exactly these modules, of those that it has in the whole model."""
     if not targets:  # VeRA refuses to have no target; copies are the same for all methods
@@ -117,6 +137,24 @@ def config_for(config: Any, targets: Collection[str], copied: Collection[str]) -
 
 def _is_named(pattern: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def require_clear_patterns(config: Any, targets: Collection[str]) -> None:
+    """Refuse ranks and alphas by pattern that depend on the order of the patterns, since peft's file sorts them.
+
+    A module takes the first pattern that means it. Read from the file, it would take another one. Raises: ConfigError.
+    """
+    for setting in PATTERNS:
+        patterns = getattr(config, setting, None) or {}
+        for name in targets:
+            keys = [key for key in patterns if _is_named(key, name)]
+            if keys and patterns[keys[0]] != patterns[min(keys)]:
+                raise ConfigError(
+                    f"{setting}: {keys[0]!r} and {min(keys)!r} both mean {name!r}, which takes the first, "
+                    f"{patterns[keys[0]]}; but peft's file has them sorted, and is read with {patterns[min(keys)]}. "
+                    "Give patterns of which one means a module",
+                    key=KEY,
+                )
 
 
 def names_in_file(peft_model: Any, adapter_name: str) -> dict[str, str]:

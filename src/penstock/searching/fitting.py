@@ -144,31 +144,38 @@ def _bytes_of_parts(costs: LayerCosts, num_slices: int, shards: int) -> Array:
     def of_layers(name: str) -> Array:
         return np.array(costs.spread_out(name, num_layers, "layer"), np.float64)
 
-    def summed(values: Array) -> Array:
-        sums = np.concatenate([[0.0], np.cumsum(values)])
-        return np.asarray(sums[None, :] - sums[:, None])
-
     # A message is the output of the last layer, before `stop`. A checkpoint is the input of the first layer: by default
     # as large as the output of the layer before it.
     outputs = np.concatenate([[0.0], of_layers("message_bytes")])
     inputs = np.append(of_layers("checkpoint_bytes"), 0.0) if costs.checkpoint_bytes else outputs
-    activation = summed(of_layers("activation_bytes"))
+    activation = sums_of_ranges(of_layers("activation_bytes"))
     static_of_layers = sum(of_layers(name) for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"))
     all_ranges = np.ones((num_layers + 1, num_layers + 1))
     size_of_value = {
         "activation": activation,
-        "weight_context": summed(of_layers("weight_context_bytes")) if costs.weight_context_bytes else activation,
+        "weight_context": sums_of_ranges(of_layers("weight_context_bytes"))
+        if costs.weight_context_bytes
+        else activation,
         "checkpoint": inputs[:, None] * all_ranges,
         "message": outputs[None, :] * all_ranges,
-        **{name: _largest(of_layers(f"{name}_bytes")) for name in WORKSPACES},
+        **{name: largest_of_ranges(of_layers(f"{name}_bytes")) for name in WORKSPACES},
     }
     sizes = {name: np.rint(value / num_slices) for name, value in size_of_value.items()}
-    sizes |= {"weights": summed(of_layers("parameter_bytes")), "gradient": summed(of_layers("gradient_bytes"))}
-    sizes[STATIC] = np.ceil(summed(np.asarray(static_of_layers)) / shards)
+    sizes |= {
+        "weights": sums_of_ranges(of_layers("parameter_bytes")),
+        "gradient": sums_of_ranges(of_layers("gradient_bytes")),
+    }
+    sizes[STATIC] = np.ceil(sums_of_ranges(np.asarray(static_of_layers)) / shards)
     return np.stack([sizes[name] for name in SIZES])
 
 
-def _largest(values: Array) -> Array:
+def sums_of_ranges(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the sum of the values of each range, [start, stop]; it means nothing where `start` is behind `stop`."""
+    sums = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
+    return np.asarray(sums[None, :] - sums[:, None])
+
+
+def largest_of_ranges(values: Array) -> Array:
     """Return the largest of the values of each range, [start, stop]; 0 where `start` is not before `stop`."""
     largest = np.zeros((len(values) + 1, len(values) + 1))
     for start in range(len(values)):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.hot import Hot
 from penstock.placement import Placement
-from penstock.searching.problem import Ints, Problem, Seconds
+from penstock.searching.problem import FORWARD, INPUT, NUM_PLANES, WEIGHT, Ints, Problem, Seconds
 from penstock.searching.sequences import Columns, Timing
 
 Bools = NDArray[np.bool_]
@@ -25,9 +25,6 @@ NEVER_S = 1e300
 """Later than any time."""
 NOT_YET_S = -1.0
 """Earlier than any time: the time of what has not run, or cannot run yet."""
-FORWARD_PLANE, INPUT_PLANE, WEIGHT_PLANE = range(3)
-"""The numbers of the kinds of actions: forward (F), input gradient (I) and weight gradient (W)."""
-NUM_PLANES = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,11 +128,11 @@ def _find_oldest(
     num_microbatches = len(taken_bytes) // num_run.size
     microbatch = num_microbatches
     for index in range(offsets[rank], offsets[rank + 1]):
-        microbatch = min(microbatch, num_run[INPUT_PLANE, stages[index]])
+        microbatch = min(microbatch, num_run[INPUT, stages[index]])
     kept_bytes, most_bytes = 0, 0
     for index in range(offsets[rank], offsets[rank + 1]):
         stage = stages[index]
-        if microbatch < num_microbatches and num_run[FORWARD_PLANE, stage] <= microbatch:
+        if microbatch < num_microbatches and num_run[FORWARD, stage] <= microbatch:
             action = stage * num_microbatches + microbatch
             most_bytes = max(most_bytes, kept_bytes + room_bytes[action])
             kept_bytes += taken_bytes[action] - freed_bytes[action]
@@ -176,13 +173,13 @@ def _choose_action(
         # Find the F, I or W that could start first, of several stages.
         first = -1
         first_s = NEVER_S
-        is_forward = plane == FORWARD_PLANE
+        is_forward = plane == FORWARD
         for stage in stages:
             microbatch = num_run[plane, stage]
             # A microbatch runs in the order of planes: an I after its F, a W after its I.
             if microbatch == num_microbatches or (not is_forward and num_run[plane - 1, stage] <= microbatch):
                 continue
-            if is_forward and microbatch - num_run[INPUT_PLANE, stage] >= most_under_way[stage]:
+            if is_forward and microbatch - num_run[INPUT, stage] >= most_under_way[stage]:
                 continue
             action = (plane * num_stages + stage) * num_microbatches + microbatch
             source = sources[action]
@@ -202,7 +199,7 @@ def _choose_action(
         # Of F and I, the one that is ready first goes first, or that the setting prefers. A W goes before them where it
         # holds them up by a small share of its own seconds: it would end that late.
         is_chosen = chosen < 0 or first_s < chosen_s or (first_s == chosen_s and prefers_inputs)
-        if plane == WEIGHT_PLANE:
+        if plane == WEIGHT:
             is_chosen = chosen < 0 or free_s + seconds[first] - chosen_s <= waits_for_share * seconds[first]
         if is_chosen:
             chosen = first
@@ -301,7 +298,7 @@ def fill_sequence(columns: Columns, state: ListState, timing: Timing, sequence: 
         if link >= 0:
             link_free_s[link] = ready_s = max(link_free_s[link], ready_s) + wire_s[action]
         arrival_s[action] = ready_s
-        if plane != WEIGHT_PLANE:
+        if plane != WEIGHT:
             _find_oldest(rank, stages, offsets, num_run, taken_bytes, freed_bytes, room_bytes, oldest, missing_bytes)
         # The rank of the stage before or behind may have waited for the result.
         is_changed[rank] = is_changed[neighbours[stage, 0]] = is_changed[neighbours[stage, 1]] = True

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.deps import NONE, predecessors
+from penstock.ir.hot import Hot
 from penstock.ir.live import changes_of_rows, one_each
 from penstock.ir.operations import Kind
 from penstock.ir.recompute import with_recompute
@@ -24,6 +25,7 @@ from penstock.simulation.durations import seconds_of_ops, seconds_of_rows
 
 PLANES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 FORWARD, INPUT, WEIGHT = range(len(PLANES))
+NUM_PLANES = len(PLANES)
 NO_LIMIT = int(np.iinfo(np.int64).max)
 
 Ints = NDArray[np.int32]
@@ -101,7 +103,6 @@ class Problem:
         wires = Wires.of(table, messages, factors)
         sizes = one_each(table) if counts else costs.stage_bytes(placement, num_microbatches)
         taken_bytes, freed_bytes = changes_of_rows(table, sizes)
-        room_bytes = _room_bytes(table, taken_bytes, freed_bytes)
         columns: dict[str, NDArray[Any]] = {
             "rank": table.rank_of_row,
             "seconds": seconds_of_rows(table, costs, seconds_of_ops(table, costs)),
@@ -112,7 +113,6 @@ class Problem:
             "wire_s": wires.seconds,
             "taken_bytes": taken_bytes,
             "freed_bytes": freed_bytes,
-            "room_bytes": room_bytes,
         }
         # Sort all columns by the numbers of actions.
         row_of_action = np.argsort(numbers)
@@ -120,6 +120,7 @@ class Problem:
         by_action: dict[str, Any] = {
             name: np.ascontiguousarray(column[row_of_action]) for name, column in columns.items()
         }
+        by_action["room_bytes"] = room_bytes(*(by_action[name] for name in ("rank", "taken_bytes", "freed_bytes")))
         return cls(placement, num_microbatches, limit=limits, launch_s=float(costs.launch_s), **by_action)
 
     def schedule(self, sequence: Ints, name: str) -> Schedule:
@@ -132,17 +133,31 @@ class Problem:
         return with_recompute(schedule, self.recomputed_stages) if self.recomputed_stages else schedule
 
 
-def _room_bytes(table: Schedule, taken_bytes: Bytes, freed_bytes: Bytes) -> Bytes:
-    """[num_rows] bytes that have to be free for each row.
+def room_bytes(ranks: Ints, taken_bytes: Bytes, freed_bytes: Bytes) -> Bytes:
+    """[num_actions] bytes that have to be free for each action, as `fill_room` finds them."""
+    column = np.empty_like(taken_bytes)
+    _ROOM(len(column), ranks, taken_bytes, freed_bytes, column, np.zeros(int(ranks.max()) + 1, np.int64))
+    return column
+
+
+def fill_room(ranks: Any, taken_bytes: Any, freed_bytes: Any, room: Any, largest_bytes: Any) -> None:
+    """Fill in the bytes that have to be free for each action; `largest_bytes` [num_ranks] is written, too.
 
     Forwards that filled all memory would leave no backward the room for its workspace, and only a backward makes room.
     So an F needs what it keeps, and beside that the largest workspace of any backward of its rank.
     """
-    is_forward, rank = table.op == Kind.FORWARD, table.rank_of_row
-    largest_of_rank = np.zeros(table.num_ranks, np.int64)
-    np.maximum.at(largest_of_rank, rank[~is_forward], taken_bytes[~is_forward])
-    with_backward = taken_bytes - freed_bytes + largest_of_rank[rank]
-    return np.where(is_forward, np.maximum(taken_bytes, with_backward), taken_bytes)
+    num_forwards = len(ranks) // NUM_PLANES
+    for rank in range(len(largest_bytes)):
+        largest_bytes[rank] = 0
+    for action in range(num_forwards, len(ranks)):
+        room[action] = taken_bytes[action]
+        largest_bytes[ranks[action]] = max(largest_bytes[ranks[action]], taken_bytes[action])
+    for action in range(num_forwards):
+        kept_bytes = taken_bytes[action] - freed_bytes[action]
+        room[action] = max(taken_bytes[action], kept_bytes + largest_bytes[ranks[action]])
+
+
+_ROOM = Hot(fill_room)
 
 
 def numbers_of_rows(table: Schedule) -> NDArray[np.int64]:

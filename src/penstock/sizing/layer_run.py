@@ -13,10 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.execute.observing.layer_sizes import CONTEXT, LayerSizes, SavedTensorTracker, storages
+from penstock.execute.observing.layer_sizes import (
+    BACKWARD_WORKSPACE,
+    CONTEXT,
+    FORWARD_WORKSPACE,
+    LayerSizes,
+    SavedTensorTracker,
+    storages,
+)
 from penstock.execute.observing.workspaces import StorageMeter
 from penstock.execute.parameters.gradient_store import GradientStore
 from penstock.execute.split.deferred_weights import DeferredWeights
@@ -50,6 +58,10 @@ class LayerCall:
         """Return new passes of the layer."""
         return LayerPasses(self.module, self.args, self.keywords, self.skips, finish=self.finish)
 
+    def stage(self) -> Stage:
+        """Return a stage of the layer alone."""
+        return Stage(0, {self.name: self.module}, first_layer=self.index)
+
 
 @dataclass(frozen=True, slots=True)
 class KindWork:
@@ -74,43 +86,53 @@ class CountedStage:
         self._tracker = SavedTensorTracker(self.sizes.note_saved)
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Count what the forwards of the layers keep that run in here."""
+    def forward(self, *, has_workspace: bool = False) -> Iterator[None]:
+        """Count what the forwards of the layers keep that run in here, and with `has_workspace` what they take."""
         parameter_addresses = frozenset(storages(list(self.stage.parameters())))
         note_outputs = partial(self._tracker.note_functions, self.stage.index)
         with (
             self._tracker.tracking(self.stage.index, parameter_addresses, _called),
-            self.sizes.watching(self.stage, _called, note_outputs, has_workspace=False),
+            self.sizes.watching(self.stage, _called, note_outputs, has_workspace=has_workspace),
         ):
             yield
+
+    def run_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Run a whole backward, and count what it takes."""
+        with self.sizes.watching_backward(self.stage, _called):
+            torch.autograd.backward(roots, gradients)
 
     def saved_addresses(self) -> frozenset[int]:
         """Return the addresses of the storages that autograd keeps now for backwards of the stage."""
         return frozenset(self._tracker.bytes_by_address(self.stage.index))
 
+    def sizes_of(self, call: LayerCall) -> Mapping[str, int]:
+        """Return the sizes of one layer, by the fields of `LayerCosts`."""
+        return self.sizes.local_sizes(None)[str(call.index)]
+
 
 def work_of(call: LayerCall) -> KindWork:
-    """Run the passes of a layer whose trained parameters have gradients already, and return the work of its kind."""
-    backward_input, backward_weight, context_bytes = _split_work(call)
+    """Run the passes of a layer whose trained parameters have gradients already, and return the work of its kind.
+
+    Its workspaces are the larger ones of a whole backward and of a split one.
+    """
+    backward_input, backward_weight, sizes_of_split = _split_work(call)
     gradients = [parameter.grad for parameter in call.module.parameters()]
     versions = [None if gradient is None else version_of(gradient) for gradient in gradients]
-    trace, passes = Trace(), call.passes()
+    counted, trace, passes = CountedStage(call.stage()), Trace(), call.passes()
     with trace:
-        with trace.part() as forward:
+        with trace.part() as forward, counted.forward(has_workspace=True):
             roots = passes.forward()
             if call.is_last:  # a stage hands its last outputs to the loss alone
                 passes.output = None
-        forward_workspace_bytes = trace.live.forward_workspace()
-        with trace.part():
-            passes.backward(roots)
-        backward_workspace_bytes = trace.live.backward_workspace()
+        passes.backward(roots, counted.run_backward)
+    sizes = counted.sizes_of(call)
     return KindWork(
         forward.work(),
         backward_input,
         backward_weight,
-        context_bytes,
-        forward_workspace_bytes,
-        backward_workspace_bytes,
+        sizes_of_split[CONTEXT],
+        sizes[FORWARD_WORKSPACE],
+        max(sizes[BACKWARD_WORKSPACE], sizes_of_split[BACKWARD_WORKSPACE]),
         tuple(
             gradient is not None and version_of(gradient) != version
             for gradient, version in zip(gradients, versions, strict=True)
@@ -118,9 +140,9 @@ def work_of(call: LayerCall) -> KindWork:
     )
 
 
-def _split_work(call: LayerCall) -> tuple[PassWork, PassWork, int]:
-    """Return the work of both parts of a split backward, and the bytes that wait between them."""
-    stage = Stage(0, {call.name: call.module}, first_layer=call.index)
+def _split_work(call: LayerCall) -> tuple[PassWork, PassWork, Mapping[str, int]]:
+    """Return the work of both parts of a split backward, and the sizes that they show."""
+    stage = call.stage()
     store = GradientStore(stage.parameters)
     planner = stage.split_planner
     num_elements = sum(tensor.numel() for tensor in tensors_of(call.args))
@@ -131,33 +153,33 @@ def _split_work(call: LayerCall) -> tuple[PassWork, PassWork, int]:
         counted, trace, passes = CountedStage(stage), Trace(), call.passes()
         deferred = planner.start(num_elements)
         with trace:
-            with counted.forward():
+            with counted.forward(has_workspace=True):
                 roots = passes.forward()
             with trace.part() as backward_input:
-                passes.backward(roots, partial(_run_backward_input, stage, deferred, store))
+                passes.backward(roots, partial(_run_backward_input, counted, deferred, store))
             weight_inputs = deferred.take_weight_inputs()
             counted.sizes.note_contexts(stage, weight_inputs, ())
-            with trace.part() as backward_weight:
+            with trace.part() as backward_weight, counted.sizes.watching_weights(stage, weight_inputs, _called):
                 store.add(weight_inputs)
         store.end_step()
         if planner.is_settled:
             break
-    context_bytes = counted.sizes.local_sizes(None)[str(call.index)][CONTEXT]
-    return backward_input.work(), backward_weight.work(), context_bytes
+    return backward_input.work(), backward_weight.work(), counted.sizes_of(call)
 
 
 def _run_backward_input(
-    stage: Stage,
+    counted: CountedStage,
     deferred: DeferredWeights,
     store: GradientStore,
     roots: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> None:
     edges = [get_gradient_edge(root) for root in roots]
-    store.begin_backward()
-    with stage.own_weight_gradients.around_backward(deferred.entries):
-        deferred.backward_input(edges, gradients, store.separate_first_gradients)
-    store.end_backward(deferred.take_leaves(), gradients, deferred.entries)
+    with counted.sizes.watching_backward(counted.stage, _called):
+        store.begin_backward()
+        with counted.stage.own_weight_gradients.around_backward(deferred.entries):
+            deferred.backward_input(edges, gradients, store.separate_first_gradients)
+        store.end_backward(deferred.take_leaves(), gradients, deferred.entries)
 
 
 def _called(function: Callable[..., Any], *args: Any) -> Any:

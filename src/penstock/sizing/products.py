@@ -67,12 +67,28 @@ def _matrices(left: Tensor, right: Tensor) -> list[Product]:
     ]
 
 
-def _grouped(left: Tensor, right: Tensor) -> list[Product]:
-    """Rows of all groups with a matrix each, or one product for each group of the inner dimension."""
+def _grouped(left: Tensor, right: Tensor, offsets: Tensor) -> list[Product]:
+    """Return the products of all groups, as many as there are `offsets`, each with the mean rows or inner dimension.
+
+    Each group has a matrix of its own (`right` has 3 dimensions), or a part of the inner dimension.
+    """
     if left.dim() != 2 or right.dim() not in (2, 3):
         raise ValueError(f"a grouped product of {left.dim()} and {right.dim()} dimensions")
-    (rows, inner), columns = left.shape, right.shape[-1]
-    return [Product(rows=rows, columns=columns, inner=inner, data_type=_type_of(left), kernel="grouped")]
+    groups, (rows, inner) = offsets.shape[0], left.shape
+    if right.dim() == 3:
+        rows = math.ceil(rows / groups)
+    else:
+        inner = math.ceil(inner / groups)
+    return [
+        Product(
+            rows=rows,
+            columns=right.shape[-1],
+            inner=inner,
+            batch=groups,
+            data_type=_type_of(left),
+            kernel="grouped",
+        )
+    ]
 
 
 def _attention(arguments: Arguments, outputs: Sequence[Tensor]) -> list[Product]:
@@ -139,7 +155,7 @@ FORMULAS: Mapping[str, Formula] = {
     "addmm": _named("mat1", "mat2"),
     "bmm": _named("self", "mat2"),
     "baddbmm": _named("batch1", "batch2"),
-    "_grouped_mm": lambda arguments, outputs: _grouped(arguments["self"], arguments["mat2"]),
+    "_grouped_mm": lambda arguments, outputs: _grouped(arguments["self"], arguments["mat2"], arguments["offs"]),
     "convolution": _forward_convolution,
     "convolution_backward": _backward_convolution,
     **dict.fromkeys(_ATTENTION, _attention),

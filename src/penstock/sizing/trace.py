@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.execute.observing.workspaces import StorageMeter
 from penstock.models.cutting.undocumented import KernelMode, storage_key, storage_of
 from penstock.simulation.costs.layer_work import PassWork, Product
-from penstock.sizing.live_bytes import LiveBytes
 from penstock.sizing.products import FORMULAS, products_of
 from penstock.sizing.undocumented import Operation, is_fake, named_arguments, operation_of, run_operation
 
@@ -31,7 +31,8 @@ class Trace(KernelMode):  # type: ignore[misc]
     def __init__(self, counts: Callable[[Tensor], bool] = is_fake) -> None:
         """`counts` says which tensors' operations are counted."""
         super().__init__()
-        self.live = LiveBytes()
+        self.live = StorageMeter()
+        """The storages that operations make, on tensors with values too."""
         self.kind: list[Hashable] = []
         """The operations, with the shapes and the whole numbers that they are given."""
         self._counts = counts
@@ -42,7 +43,6 @@ class Trace(KernelMode):  # type: ignore[misc]
         """Count what runs in here by itself."""
         work, earlier_work = _Counted(), self._work
         self._work = work
-        self.live.begin()
         try:
             yield work
         finally:

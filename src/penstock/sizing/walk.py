@@ -5,6 +5,7 @@ as those of rotary positions, count in the first of them. The operations of the 
 of a layer. Of each kind one layer runs its backwards, for all of them.
 """
 
+import gc
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class Walk:
 
     def works(self, layers_of_stage: Sequence[range]) -> list[LayerWork]:
         """Return the work of all layers, which these stages hold."""
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _garbage_left():
             return [work for stage, layers in enumerate(layers_of_stage) for work in self._stage_works(stage, layers)]
 
     def _stage_works(self, number: int, layers: range) -> list[LayerWork]:
@@ -117,7 +118,7 @@ class Walk:
         self._args, self._skips = (passes.output,), self._skips | passes.held_skips
         if item.kept == "selective":  # which keeps results beside autograd
             self._kept_beside[index] = _bytes_beside(
-                counted.saved_addresses(), trace.live.living_bytes(), (passes.output, roots)
+                counted.saved_addresses(), trace.live.living_bytes, (passes.output, roots)
             )
         kind = (tuple(trace.kind), tuple(map(_shown, module.parameters())), item.kept, call.is_last)
         return _Forward(call, passes, roots, kind)
@@ -199,6 +200,18 @@ def _shown(parameter: nn.Parameter) -> Hashable:
 
 def _as_it_is(output: Any) -> Any:
     return output
+
+
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Leave objects in reference cycles where they are: a collection within a pass would have it take less."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 @contextmanager

@@ -138,3 +138,22 @@ def test_without_other_ranks_a_call_within_a_step_runs(place, tmp_path):
         return len(results)
 
     assert on_ranks(1, case) == [2]
+
+
+@pytest.mark.parametrize("name", ["norms", "save_checkpoint", pytest.param("state_dict", marks=pytest.mark.slow)])
+def test_a_call_right_after_a_failed_step_is_refused_with_what_to_do_and_works_after_the_next_step(tmp_path, name):
+    def plant(pipeline):
+        raise ValueError("planted")
+
+    def case(wires):
+        script = Script(wires, "loss", plant)
+        failure = error_of(script.pipeline.step, INPUTS, target=TARGET)
+        error = error_of(CALLS[name], script.pipeline, tmp_path)
+        script.pipeline.step(INPUTS, target=TARGET)
+        CALLS[name](script.pipeline, tmp_path)
+        return failure, error
+
+    for failure, error in on_ranks(2, case):
+        assert "planted" in str(failure)
+        assert isinstance(error, PipelineError)
+        assert "the last step has failed, and ranks meet again when the next step or evaluation begins" in str(error)

@@ -331,7 +331,7 @@ def test_a_rank_that_has_closed_the_pipeline_blames_no_other_in_its_own_later_ca
 LOCAL = {
     "parameters named_parameters train eval no_sync": "the layers of this rank",
     "copied_names owner_names timeline recording step_number layers_of_stage layer_weights units": "facts at hand",
-    "rebuilt_names transport control describe_split target_ranks": "facts at hand",
+    "rebuilt_names module_settings transport control describe_split target_ranks": "facts at hand",
 }
 """Public names of a pipeline that exchange nothing, each with what they are about."""
 

@@ -150,6 +150,14 @@ def test_a_label_that_the_vocabulary_does_not_have_is_refused_with_both():
         label_log_probs(TailedOutput(values(2, ROWS, LENGTH, WIDTH), head()), labels, chunk=30)
 
 
+def test_a_negative_label_that_is_no_mark_is_refused_with_what_marks_one():
+    labels = labels_of()
+    labels[1, 2] = -7
+
+    with pytest.raises(PenstockError, match=r"label -7; expected one from 0 to 49, or -100 where nothing is to be"):
+        label_log_probs(TailedOutput(values(2, ROWS, LENGTH, WIDTH), head()), labels, chunk=30)
+
+
 @pytest.mark.parametrize("chunk", [0, -1, 2.5, True, "all"])
 def test_a_chunk_that_is_no_size_is_refused(chunk):
     with pytest.raises(ConfigError, match=r"expected a number of positions of at least 1, or 'auto'"):

@@ -265,5 +265,28 @@ def test_the_predicted_peak_is_what_was_counted(name, offload):
     reports = on_ranks(2, case)
 
     assert reports[0].predicted_bytes == reports[1].predicted_bytes
+    workspace_bytes = max(max(reports[0].layer_bytes[name]) for name in WORKSPACES)
     for predicted, rank in zip(reports[0].predicted_bytes, reports[0].ranks, strict=True):
-        assert predicted == pytest.approx(rank.counted_bytes, rel=0.05)
+        # The prediction has workspaces too, which nobody sees between instructions.
+        assert 0.95 * rank.counted_bytes <= predicted <= 1.05 * rank.counted_bytes + workspace_bytes
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_measured_as_others_are():
+    """Hooks that count bytes are not taken into the compiled code, which cannot run them."""
+    tokens = torch.arange(64) % 20
+
+    def report_of(**options):
+        torch.manual_seed(0)
+        layers = [nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 20)]
+        pipeline = Pipeline(layers, "1f1b", 4, nn.functional.cross_entropy, ranks=1, **options)
+        for _ in range(2):
+            report = pipeline.memory_report(tokens, target=tokens)
+        pipeline.close()
+        return report
+
+    plain, compiled = report_of(), report_of(compile="aot_eager")
+
+    assert compiled.layer_bytes["message_bytes"] == plain.layer_bytes["message_bytes"]
+    assert compiled.layer_bytes["parameter_bytes"] == plain.layer_bytes["parameter_bytes"]
+    assert compiled.ranks[0].counted_bytes == pytest.approx(plain.ranks[0].counted_bytes, rel=0.1)

@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from penstock.errors import ConfigError
@@ -20,6 +22,7 @@ from tests.support.local_pipelines import (
     token_task,
 )
 from tests.support.mesh_pipelines import on_mesh
+from tests.support.replicas import mesh, pipeline_of
 
 CHUNKED = partial(ps.losses.chunked_cross_entropy, chunk=4)
 
@@ -120,3 +123,24 @@ def test_a_layer_of_ones_own_may_have_a_tail():
         found = pipeline.step(tokens, target=tokens).loss
 
     torch.testing.assert_close(found, F.cross_entropy(nn.Sequential(*layers)(tokens).flatten(0, 1), tokens.flatten()))
+
+
+def refused_under_wrappers(rank):
+    own_mesh = mesh()
+    texts = []
+    for wrap in (
+        lambda layer: fully_shard(layer, mesh=own_mesh["replica"]),
+        lambda layer: (fully_shard(layer.inner, mesh=own_mesh["replica"]), layer)[1],
+        lambda layer: DistributedDataParallel(layer, process_group=own_mesh["replica"].get_group()),
+    ):
+        layers = [nn.Embedding(11, 6), wrap(Said())]
+        texts.append(str(error_of(pipeline_of, layers, "1f1b", own_mesh, loss=CHUNKED)))
+    return texts
+
+
+@pytest.mark.slow
+def test_a_last_layer_in_a_wrapper_that_works_with_other_ranks_is_refused(four_ranks):
+    for texts in four_ranks.run(refused_under_wrappers):
+        for text, wrapper in zip(texts, ("fully_shard", "fully_shard", "DistributedDataParallel"), strict=True):
+            assert f"is in {wrapper}, which works with other ranks once per forward" in text
+            assert "shard='full'" in text

@@ -61,3 +61,11 @@ def test_room_is_made_by_weights_and_not_otherwise():
     do(*room, F(0, 2))
     assert not make_room(*room, F(0, 3))
     assert found(room)[-1] == W(0, 1)
+
+
+def test_room_for_a_forward_has_the_workspace_of_a_backward_too():
+    room = room_of(limit=22, backward_workspace_bytes=5)
+    before = len(found(room))
+
+    assert make_room(*room, F(0, 2))  # two contexts of 4 bytes and 10 more leave 4 of the 5 that a backward takes
+    assert found(room)[before:] == [W(0, 0)]

@@ -18,7 +18,8 @@ The ranks compare the labels when a hop is over, so where they differ nothing is
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any, Self
@@ -181,7 +182,8 @@ class Control:
 
     def _gather_texts(self, text: bytes) -> list[bytes]:
         end_s, data = self._end_s(), self.places.data
-        lines = self._gather_over(self.transport, self._label() + b"\n" + text, end_s)
+        with _naming_failed_step(self):
+            lines = self._gather_over(self.transport, self._label() + b"\n" + text, end_s)
         labels = [line.partition(b"\n")[0] for line in lines]
         # JSON on one line: no text has a line break.
         texts = [line.partition(b"\n")[2] for line in lines]
@@ -303,3 +305,20 @@ def _receive(transport: Transport, peer: int, num_bytes: int) -> tuple[Ticket, T
 
 def _wait(transport: Transport, ticket: Ticket, end_s: float) -> None:
     transport.wait(ticket, max(end_s - running_s(), 0.0))
+
+
+@contextmanager
+def _naming_failed_step(control: Control) -> Iterator[None]:
+    """Say of a lost rank that the last step has failed: ranks that are alive have given up their connections, too."""
+    try:
+        yield
+    except PeerLost as error:
+        calls = control.calls
+        if type(error) is not PeerLost or not calls.has_failed_step or calls.is_in_step:
+            raise
+        raise PeerLost(
+            f"{control.names[control.rank]}: the last step has failed, and ranks meet again when the next step or "
+            f"evaluation begins; make this call after one. Until then: {error}",
+            rank=error.rank,
+            peer=error.peer,
+        ) from error

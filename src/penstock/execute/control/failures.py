@@ -90,7 +90,7 @@ class FailureReporter:
                 self._require_all_here()  # one may have left meanwhile
                 raise
             self.board.begin_epoch()
-            self._has_failed = False
+            self._has_failed = self._calls.has_failed_step = False
         self._unblocker.begin()
         self.board.note_step(step)
         self._watchdog.start()
@@ -123,7 +123,7 @@ class FailureReporter:
         wait_error = _own_wait_error(error)
         if self._has_failed and wait_error is not None:
             return self._not_recovered(wait_error)
-        self._has_failed = True
+        self._has_failed = self._calls.has_failed_step = True
         # The watchdog's thread gives up the messages of a step where the device waits in vain, and `error` may only
         # follow from that. `_unblocker.end` returns the watchdog's reason, a wait error, if it has done so.
         error = self._unblocker.end() or error

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.execute.losses.head_gradients import HeadProducts, count_products
-from penstock.execute.losses.ignored import IGNORED
+from penstock.execute.losses.ignored import IGNORED, require_in_vocabulary, require_int64
 from penstock.execute.losses.tails import Tail, TailedOutput, as_positions
 
 Chunk = int | Literal["auto"]
@@ -73,7 +73,7 @@ def _log_probs(tail: Tail, products: HeadProducts, hidden: Tensor, labels: Tenso
     """Return the log-probabilities [positions] of labels [1, positions]."""
     with products:
         logits = tail(hidden).flatten(0, 1)
-    _require_in_vocabulary(labels, logits.shape[-1])
+    require_in_vocabulary(labels, logits.shape[-1])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
 
@@ -114,25 +114,7 @@ def _require_fitting(output: Any, labels: Any) -> None:
             f"hidden states of shape {tuple(output.hidden.shape)} need labels of shape "
             f"{tuple(output.hidden.shape[:-1])}, one for each position, but they have {shape}"
         )
-    _require_int64(labels)
-
-
-def _require_int64(labels: Tensor) -> None:
-    """Refuse labels of another type, some of which hold no -100. Raises: PenstockError."""
-    if labels.dtype != torch.int64:
-        raise PenstockError(
-            f"labels are of {labels.dtype}; expected torch.int64, which holds -100 too: pass labels.long()"
-        )
-
-
-def _require_in_vocabulary(labels: Tensor, size: int) -> None:
-    """Refuse labels that have no logits. Raises: PenstockError."""
-    # A device would have to be waited for; there torch's own kernel ends the process.
-    if labels.device.type == "cpu" and labels.numel() and int(labels.max()) >= size:
-        raise PenstockError(
-            f"label {int(labels.max())}, but the model has a vocabulary of {size}; take the tokenizer of the model, or "
-            "a model whose embeddings were resized to it"
-        )
+    require_int64(labels)
 
 
 def next_labels(labels: Tensor) -> Tensor:
@@ -140,7 +122,7 @@ def next_labels(labels: Tensor) -> Tensor:
 
     Raises: PenstockError, if they are not of int64.
     """
-    _require_int64(labels)
+    require_int64(labels)
     return functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import PenstockError
 from penstock.execute.values.tree import tensors_of
 
 IGNORED = -100
@@ -68,6 +69,32 @@ def counted_targets(loss: Any) -> CountedTargets | None:
     if settings.get("reduction", "mean") != "mean" or {"size_average", "reduce"} & settings.keys():
         return None
     return CountedTargets(int(settings.get("ignore_index", IGNORED)), settings.get("weight"))
+
+
+def require_int64(labels: Tensor) -> None:
+    """Refuse labels of another type, some of which hold no -100. Raises: PenstockError."""
+    if labels.dtype != torch.int64:
+        raise PenstockError(
+            f"labels are of {labels.dtype}; expected torch.int64, which holds {IGNORED} too: pass labels.long()"
+        )
+
+
+def require_in_vocabulary(labels: Tensor, size: int) -> None:
+    """Refuse labels of int64 that are neither -100 nor one of `size` classes. Raises: PenstockError."""
+    # A device would have to be waited for; there torch's own kernel ends the process.
+    counted_labels = labels[labels != IGNORED] if _is_on_host(labels) else labels[:0]
+    if not counted_labels.numel():
+        return
+    least, largest = (int(label) for label in counted_labels.aminmax())
+    if least < 0:
+        raise PenstockError(
+            f"label {least}; expected one from 0 to {size - 1}, or {IGNORED} where nothing is to be learned"
+        )
+    if largest >= size:
+        raise PenstockError(
+            f"label {largest}, but the model has a vocabulary of {size}; take the tokenizer of the model, or a model "
+            "whose embeddings were resized to it"
+        )
 
 
 def uneven_targets(targets: Sequence[Any]) -> tuple[int, int] | None:

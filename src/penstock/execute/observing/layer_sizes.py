@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary, finalize
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.optim import Optimizer
@@ -71,8 +72,13 @@ class LayerSizes:
         begin = partial(self._begin, attempt if has_workspace else None)
         with ExitStack() as stack:
             for layer, module in self._layers.items():
-                pre_hook = module.register_forward_pre_hook(partial(attempt, begin, layer), with_kwargs=True)
-                forward_hook = module.register_forward_hook(partial(attempt, self._end, layer, note_outputs))
+                # torch.compile would take hooks into the code of a layer, which knows no bytes.
+                enter = torch.compiler.disable(partial(attempt, begin, layer))  # type: ignore[no-untyped-call]
+                leave = torch.compiler.disable(  # type: ignore[no-untyped-call]
+                    partial(attempt, self._end, layer, note_outputs)
+                )
+                pre_hook = module.register_forward_pre_hook(enter, with_kwargs=True)
+                forward_hook = module.register_forward_hook(leave)
                 stack.callback(pre_hook.remove)
                 stack.callback(forward_hook.remove)
             if has_workspace:

@@ -10,7 +10,7 @@
 A gradient arrives at the inputs of a layer when the backward of the layer is over: there the next window begins.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.execute.accelerator import AllocatorBytes, allocator_bytes, reset_peak
+from penstock.execute.undocumented import address_of
 from penstock.execute.undocumented_kernels import SeenKernels
 from penstock.execute.values.tensors import local_part
 from penstock.execute.values.tree import tensors_of
@@ -79,11 +80,11 @@ class StorageMeter:
 
     def __init__(self) -> None:
         self._num_bytes = self._peak_bytes = 0
-        self._addresses: set[int] = set()
-        """Addresses of the storages that are counted."""
+        self.living_bytes: dict[int, int] = {}
+        """Bytes of the living storages that are counted, by address."""
 
     def watching(self) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = SeenKernels(self._note)
+        context: AbstractContextManager[object] = SeenKernels(self._note_kernel)
         return context
 
     def restart(self) -> int:
@@ -96,23 +97,25 @@ class StorageMeter:
     def peak_bytes(self) -> int:
         return self._peak_bytes
 
-    def _note(self, arguments: Any, results: Any) -> None:
-        made = [local_part(tensor).untyped_storage() for tensor in tensors_of(results)]
-        if not made:
-            return
-        # A view has the storage of an argument, and so has the result of a kernel that works in place.
-        taken = {local_part(tensor).untyped_storage().data_ptr() for tensor in tensors_of(arguments)}
-        for storage in made:
-            address, num_bytes = storage.data_ptr(), storage.nbytes()
-            if num_bytes and address not in taken and address not in self._addresses:
-                self._addresses.add(address)
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages that hold tensors which have just been made."""
+        for tensor in tensors:
+            storage = local_part(tensor).untyped_storage()
+            address, num_bytes = address_of(storage), storage.nbytes()
+            if num_bytes and address not in self.living_bytes:
+                self.living_bytes[address] = num_bytes
                 self._num_bytes += num_bytes
-                finalize(storage, self._forget, address, num_bytes).atexit = False
+                finalize(storage, self._forget, address).atexit = False
         self._peak_bytes = max(self._peak_bytes, self._num_bytes)
 
-    def _forget(self, address: int, num_bytes: int) -> None:
-        self._addresses.discard(address)
-        self._num_bytes -= num_bytes
+    def _note_kernel(self, arguments: Any, results: Any) -> None:
+        # A view has the storage of an argument, and so has the result of a kernel that works in place.
+        arguments_addresses = {address_of(local_part(tensor).untyped_storage()) for tensor in tensors_of(arguments)}
+        made = (local_part(tensor) for tensor in tensors_of(results))
+        self.note(part for part in made if address_of(part.untyped_storage()) not in arguments_addresses)
+
+    def _forget(self, address: int) -> None:
+        self._num_bytes -= self.living_bytes.pop(address)
 
 
 def meter_for(device: torch.device) -> Meter:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, starmap
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -20,13 +21,29 @@ def held_tensors(stages: Iterable[Stage]) -> list[Tensor]:
     return [tensor for _, tensor in distinct(chain.from_iterable(map(_named_tensors, stages)))]
 
 
+def held_settings(stages: Iterable[Stage]) -> dict[str, dict[str, Any]]:
+    """Return, by name of a module, what it computes by and no tensor says, such as the scale of an adapter.
+
+    A layer says so by its method `module_settings`. Values are plain numbers.
+    """
+    named_layers = [item for stage in stages for item in stage.layers.items()]
+    return {
+        full_name(layer, module, name): dict(settings)
+        for layer, module in named_layers
+        for name, settings in getattr(module, "module_settings", dict)().items()
+    }
+
+
 def described_state(stages: Iterable[Stage]) -> dict[str, int]:
-    """Return, per stage, a digest of what it holds: names, shapes and types.
+    """Return, per stage, a digest of what it holds: names, shapes and types, and the settings of modules.
 
     Raises:
         ConfigError: a parameter has no shape before its first input, so the first replica has nothing to give.
     """
-    return {str(stage.index): digest("; ".join(starmap(_described, _named_tensors(stage)))) for stage in stages}
+    return {
+        str(stage.index): digest("; ".join([*starmap(_described, _named_tensors(stage)), str(held_settings([stage]))]))
+        for stage in stages
+    }
 
 
 def require_equal_replicas(digests_of_ranks: Sequence[Mapping[str, int]], places: Places) -> None:
@@ -41,7 +58,8 @@ def require_equal_replicas(digests_of_ranks: Sequence[Mapping[str, int]], places
             if digest_of_stage != digests_of_ranks[first].get(stage):
                 raise ConfigError(
                     f"stage {stage} holds other parameters or buffers on {places.names[index]} than on "
-                    f"{places.names[first]}, in name, shape or type; let all replicas build the same layers",
+                    f"{places.names[first]}, in name, shape or type, or the scale of an adapter; let all replicas "
+                    "build the same layers",
                     key="layers",
                 )
 

@@ -71,6 +71,8 @@ class PublicCalls:
     """The number of the pipeline that was made last on the transport, from 1."""
     pipeline: int = 0
     """The number of the pipeline that the call is one of; 0 between two calls."""
+    has_failed_step: bool = False
+    """Whether the last step has failed, so that ranks give up their messages until the next one begins."""
     closed_pipeline: int | None = None
     """The number of the pipeline that this rank has closed, and the transport with it, so that no exchange can be made
     any more; None while it is open."""

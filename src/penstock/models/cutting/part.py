@@ -2,16 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from penstock.models.cutting.batch_signature import BatchSignature
 from penstock.models.cutting.entry import PartCall
 from penstock.models.cutting.forward import CutForward, PartOutput, Segment
 from penstock.models.cutting.points import tensor_of
-from penstock.models.cutting.tail import TailSteps, example_of, tail_steps
+from penstock.models.cutting.tail import NUM_PROBED, TailSteps, example_of, tail_steps
+from penstock.models.cutting.trials import Trials
 
 
 class CutPart(nn.Module):
@@ -22,6 +26,8 @@ class CutPart(nn.Module):
     """Compute relative to the other parts, for the split into stages."""
     rebuilt_names: frozenset[str] = frozenset()
     """Names of frozen tensors that building the layer makes again, so that checkpoints leave them out."""
+    module_settings: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+    """Returns, by name of a module, what it computes by and no tensor says, such as the scale of an adapter."""
     takes_slices = False
     """Masks and positions are made for whole sequences, so a part takes no slices of them."""
 
@@ -82,9 +88,45 @@ class CutPart(nn.Module):
     @property
     def tail(self) -> Callable[[Tensor], Tensor] | None:
         """The layer as a function of a hidden state [1, positions, width], for a loss that applies it to some positions
-        at a time; None where the layer is not what a decoder makes its outputs by."""
-        ends_decoder = self._segment.stop is None and getattr(self._forward.entry, "ends_by_position", False)
-        return self._run_tail if ends_decoder else None
+        at a time; None where the layer is not what a decoder makes its outputs by.
+
+        Raises:
+            ConfigError: the layer needs more of what is before it than the hidden state, such as a buffer of the model.
+        """
+        if self._segment.stop is not None or not getattr(self._forward.entry, "ends_by_position", False):
+            return None
+        for label in self._carried_labels():
+            raise ConfigError(
+                "the loss applies the end of the model to some positions at a time, but it computes with "
+                f"{self._described(label)} beside its hidden state; put that into a submodule behind the last block, "
+                "or take a loss of the outputs, such as the model's own",
+                key="loss",
+            )
+        return self._run_tail
+
+    def _carried_labels(self) -> tuple[str, ...]:
+        """Return what the layer gets beside its input, as a run of a few tokens without values tells."""
+        template, start = self._forward.template, self._segment.start
+        if start is None:
+            return ()
+        parts = {name: self.get_submodule(name) for name in self._segment.modules}
+        tokens = torch.zeros((1, NUM_PROBED), dtype=torch.int64)
+        part_call = PartCall((tokens,), {}, is_first=True, is_training=self.training)
+        device = part_call.device(parts)
+        part_call = replace(part_call, inputs=(tokens.to(device),))
+        try:
+            routes = Trials(template, self._forward.entry).routes(part_call, device)
+        except Exception:  # the first forward says what a forward cannot do
+            return ()
+        return routes.points[template.positions[start]].carried
+
+    def _described(self, label: str) -> str:
+        """Return words for a leaf: a tensor beside the points, or what a submodule makes."""
+        if label not in self._forward.template.saved_names:
+            return f"what {label.partition('#')[0]!r} returns"
+        path, _, attribute = label.rpartition(".")
+        owner = self.whole_model.get_submodule(path)
+        return f"{attribute!r} of {f'{path!r}' if path else 'the model'} ({type(owner).__name__})"
 
     def _run_tail(self, hidden: Tensor) -> Tensor:
         """Return the outputs of a hidden state. Raises: PenstockError, where they are not made position by position."""

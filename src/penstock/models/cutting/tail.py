@@ -217,6 +217,8 @@ def _tail_steps(
         together = steps.run(modules, hidden.clone())
         parts = torch.split(hidden.clone(), [1, NUM_PROBED - 1], dim=1)
         apart = torch.cat([steps.run(modules, part) for part in parts], dim=1)
+    with torch.no_grad():
+        # Draws are not watched here: a batch of another shape has a trial first, in which the blocks draw, too.
         as_rows = run(modules, hidden.clone().transpose(0, 1)).transpose(0, 1)
     scale = expected.abs().max()
     for result in (together, apart, as_rows):

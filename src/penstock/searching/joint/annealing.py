@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from penstock.ir.hot import Hot
 from penstock.searching.fitting import Split
-from penstock.searching.joint.splits import Ranges, Splits, fill_room, fill_stage
+from penstock.searching.joint.splits import Ranges, Splits, fill_stage
 from penstock.searching.listing import DECODER, NEVER_S, ListState, Setting, fill_sequence
 from penstock.searching.moves import CHANCE_STEPS, MEAN_END_WEIGHT, draw
-from penstock.searching.problem import Ints
+from penstock.searching.problem import Ints, fill_room
 from penstock.searching.sequences import Columns, Timing
 from penstock.searching.settings import ANY_NUMBER, WAITS
 
@@ -47,7 +47,7 @@ class Trials(NamedTuple):
     filled: Any
     """[3, num_stages] the start, the stop and whether it recomputes of each stage whose columns are filled in."""
     largest_bytes: Any
-    """[num_stages] the most bytes that a backward of each stage takes."""
+    """[num_ranks] the most bytes that a backward of each rank takes."""
     cost_s: Any
     """[2] the cost of the current and of the best choice."""
     random: Any
@@ -121,7 +121,7 @@ class Annealing:
             trial=row.copy(),
             best=row.copy(),
             filled=np.full((3, num_stages), -1, np.int64),
-            largest_bytes=np.zeros(num_stages, np.int64),
+            largest_bytes=np.zeros(self._splits.placement.num_ranks, np.int64),
             cost_s=np.full(2, NEVER_S),
             random=self._random,
             most_bytes=self.most_bytes,
@@ -186,7 +186,7 @@ def _fill(ranges: Ranges, columns: Columns, state: ListState, trials: Trials) ->
             filled[2, stage] = recomputes
             is_changed = True
     if is_changed:
-        fill_room(columns, trials.largest_bytes)
+        fill_room(columns.rank, columns.taken_bytes, columns.freed_bytes, columns.room_bytes, trials.largest_bytes)
 
 
 def _cost_of(columns: Columns, state: ListState, timing: Timing, sequence: Any, most_s: float) -> float:

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from penstock.ir.operations import Kind
 from penstock.placement import Placement
-from penstock.searching.fitting import Split
-from penstock.searching.problem import FORWARD, INPUT, Bytes, Problem
+from penstock.searching.fitting import Split, largest_of_ranges, sums_of_ranges
+from penstock.searching.problem import FORWARD, INPUT, NUM_PLANES, Bytes, Problem, room_bytes
 from penstock.searching.sequences import Columns
 from penstock.simulation.costs.costs import STATIC_BYTES, Costs
 from penstock.simulation.costs.layer_costs import LayerCosts
 
-NUM_PLANES = 3
 UNIT_BYTES = 1 << 20
 """The size of a message by which the seconds of a byte are found."""
 
@@ -78,13 +77,13 @@ class Splits:
             sizes = costs.stage_bytes(self.placement, self.num_microbatches)
             limit = self.most_bytes if most_bytes is None else most_bytes
             problem = replace(problem, limit=limit - sizes.static_of_ranks(self.placement))
-        names = ("seconds", "taken_bytes", "freed_bytes", "room_bytes", "lag_s", "wire_s")
+        names = ("seconds", "taken_bytes", "freed_bytes", "lag_s", "wire_s")
         filled: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
         columns = Columns.of(problem)._replace(**filled)
         starts = np.cumsum([0, *split]).tolist()
         for stage, (start, stop) in enumerate(pairwise(starts)):
             fill_stage(self.ranges, columns, stage, start, stop, int(stage in recomputed))
-        fill_room(columns, np.zeros(len(split), np.int64))
+        filled["room_bytes"] = room_bytes(columns.rank, columns.taken_bytes, columns.freed_bytes)
         return replace(problem, **filled, recomputed_stages=recomputed)
 
     @cached_property
@@ -94,18 +93,15 @@ class Splits:
         per_layer = costs.of_stages([1] * num_layers)
         durations = per_layer.durations_s(num_layers, range(num_layers))
         forward, inputs, weight, again = (
-            _sums(durations[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+            sums_of_ranges(durations[kind])
+            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
         )
         sizes = per_layer.stage_bytes(Placement.line(num_layers), self.num_microbatches)
-        activation, context = _sums(sizes.activation), _sums(sizes.weight_context)
+        activation, context = sums_of_ranges(sizes.activation), sums_of_ranges(sizes.weight_context)
         # A stage keeps what its first layer takes.
         checkpoint = np.append(sizes.checkpoint, 0)[:, None] + np.zeros_like(activation)
-        forward_bytes, backward_bytes = (
-            np.array(
-                [[size[start:stop].max(initial=0) for stop in range(num_layers + 1)] for start in range(num_layers + 1)]
-            )
-            for size in (sizes.forward_workspace, sizes.backward_workspace)
-        )
+        forward_bytes = largest_of_ranges(sizes.forward_workspace.astype(np.float64))
+        backward_bytes = largest_of_ranges(sizes.backward_workspace.astype(np.float64))
         again_bytes = np.maximum(forward_bytes, backward_bytes)
         empty, full = (
             Problem.of(
@@ -145,7 +141,7 @@ class Splits:
         """Return [start, stop] bytes that are always there, of which replicas may store a share each."""
         costs, count = self.layer_costs, self.layer_costs.num_layers
         of_layers = sum(np.array(costs.spread_out(name, count, "layer"), np.int64) for name in STATIC_BYTES)
-        return np.asarray(-(-_sums(np.asarray(of_layers)) // costs.shards))
+        return np.asarray(-(-sums_of_ranges(np.asarray(of_layers)) // costs.shards))
 
     @property
     def even_split(self) -> Split:
@@ -178,33 +174,3 @@ def fill_stage(ranges: Ranges, columns: Columns, stage: int, start: int, stop: i
             columns.freed_bytes[action] = round(freed_bytes * factor)
             columns.lag_s[action] = ranges.latency_s[action] + received * ranges.lag_s_per_byte[action]
             columns.wire_s[action] = sent * ranges.wire_s_per_byte[action]
-
-
-def fill_room(columns: Columns, largest_bytes: Any) -> None:
-    """Fill in the bytes that have to be free for each action, as `Problem.of` has them.
-
-    Before an F, so many are free that each backward of its rank finds its workspace behind it. `largest_bytes` is room
-    for one number per stage.
-    """
-    size = len(columns.rank) // NUM_PLANES
-    num_microbatches = size // len(largest_bytes)
-    largest_bytes[:] = 0
-    for action in range(size, len(columns.rank)):
-        stage = action % size // num_microbatches
-        columns.room_bytes[action] = columns.taken_bytes[action]
-        largest_bytes[stage] = max(largest_bytes[stage], columns.taken_bytes[action])
-    for stage in range(len(largest_bytes)):
-        first = stage * num_microbatches
-        most_bytes = 0
-        for other in range(len(largest_bytes)):
-            if columns.rank[other * num_microbatches] == columns.rank[first]:
-                most_bytes = max(most_bytes, largest_bytes[other])
-        for action in range(first, first + num_microbatches):
-            kept_bytes = columns.taken_bytes[action] - columns.freed_bytes[action]
-            columns.room_bytes[action] = max(columns.taken_bytes[action], kept_bytes + most_bytes)
-
-
-def _sums(of_layers: NDArray[Any]) -> NDArray[Any]:
-    """Return [start, stop] the sums over ranges of layers."""
-    sums = np.concatenate([np.zeros(1, of_layers.dtype), np.cumsum(of_layers)])
-    return np.asarray(sums[None, :] - sums[:, None])
