@@ -26,6 +26,7 @@ NUM_MICROBATCHES = 4
 LAYERS_PER_RANK = 20
 HIDDEN, VOCABULARY, TOKENS = 64, 2048, 256
 """Sizes of a model whose logits are 32 times as large as its hidden state; tokens of a microbatch."""
+MESSAGE_BYTES = 4 * TOKENS * HIDDEN  # of a microbatch of that model
 NUMBER_BYTES = 8 * NUM_MICROBATCHES
 """The losses of a step have at most so many; they are left out."""
 
@@ -212,11 +213,15 @@ HEAVY = [Held("1f1b", 2), Held("zb-h1", 2), Held("1f1b", 2, options={"recompute"
 @pytest.mark.feature("H8")
 @pytest.mark.parametrize("held", HEAVY, ids=str)
 def test_the_peak_of_a_head_over_a_large_vocabulary_is_predicted_with_its_workspaces(emulated, held):
-    """The loss and its gradient need several copies of the logits, each many times as large as a hidden state."""
+    """The loss and its gradient need several copies of the logits, each many times as large as a hidden state.
+
+    The prediction counts a message until the row that waits for it. One of those at the peak, of an activation or of a
+    gradient, may have been sent and freed before.
+    """
     found = emulated.run(look_at_heavy_head, held, num_ranks=held.num_ranks, timeout_s=60)
 
     for peak_bytes, reported_bytes, predicted_bytes, _ in found:
-        assert predicted_bytes == pytest.approx(peak_bytes, rel=SHARE_OFF)
+        assert (1 - SHARE_OFF) * peak_bytes <= predicted_bytes <= (1 + SHARE_OFF) * peak_bytes + MESSAGE_BYTES
         assert reported_bytes == pytest.approx(peak_bytes, rel=SHARE_OFF)  # though windows reset the counters
     peak_bytes, _, _, without_workspaces = found[-1]
     assert without_workspaces < 0.8 * peak_bytes
