@@ -1,6 +1,7 @@
 """`penstock plan`."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -46,12 +47,10 @@ def test_a_searched_schedule_lies_beside_the_run_file(command, tmp_path, monkeyp
 
     def without_family(problem, below_s):
         plan = evaluate(problem, below_s)
-        if plan is not None:
-            object.__setattr__(plan, "family", "")
-        return plan
+        return plan and replace(plan, family="")
 
-    monkeypatch.setattr(choosing.choose_layouts, "__kwdefaults__", {**choosing.choose_layouts.__kwdefaults__,
-                                                                   "evaluate": without_family})  # fmt: skip
+    defaults = choosing.choose_layouts.__kwdefaults__ | {"evaluate": without_family}
+    monkeypatch.setattr(choosing.choose_layouts, "__kwdefaults__", defaults)
     assert main([*command, "-o", "run.toml"]) == 0
 
     config = load_config(tmp_path / "run.toml")
