@@ -31,6 +31,7 @@ from penstock.execute.stages.stage import Stage
 from penstock.execute.transport.calls import CLOSE, collective
 from penstock.execute.transport.device_queue import device_queue_of
 from penstock.execute.transport.places import Places
+from penstock.garbage import garbage_left
 from penstock.ir.timeline import Timeline
 from penstock.partition.split import ParameterCounts, describe_split
 from penstock.planning import ScheduleLike, predict_peaks
@@ -238,7 +239,8 @@ class Pipeline(ModelPart):
         memory = MemoryWatch(self.stages, self.device, optimizer, queue, parameters)
         mode = self._training_mode(split_backwards=split_backwards)
         request = StepRequest(args, kwargs, target, extra=Extra.MEMORY, microbatches=microbatches)
-        result = self._runner.run(mode, request, memory)
+        with garbage_left():
+            result = self._runner.run(mode, request, memory)
         program, layers = self._runner.program, self.layers_of_stage
         predict = partial(predict_peaks, program, layers, shards=self.num_replicas if self.options.is_sharded else 1)
         return gather_memory(self.transport, memory, result, predict)

@@ -17,6 +17,7 @@ ROOMS = {
     "version": (0, {0}),
     "files": (0, {0}),
     "running_time": (0, {0}),
+    "garbage": (0, {0}),
     "skipping": (0, {0}),
     "microbatch_place": (0, {0}),
     "ir": (1, {0}),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.execute.accelerator import has_events, is_queued
+from penstock.garbage import garbage_left
 
 Instance = TypeVar("Instance")
 
@@ -46,13 +47,8 @@ def living_instances(kind: type[Instance]) -> list[Instance]:
     of bytecode only, so one instruction makes the list, reads it and frees it, by iterators that are written in C. The
     collector is off meanwhile, for it may run what a class does when its objects die.
     """
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with garbage_left():
         return [*_iterate_instances(kind)]
-    finally:
-        if is_collecting:
-            gc.enable()
 
 
 def _iterate_instances(kind: type[Instance]) -> Iterator[Instance]:

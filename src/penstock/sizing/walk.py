@@ -5,7 +5,6 @@ as those of rotary positions, count in the first of them. The operations of the 
 of a layer. Of each kind one layer runs its backwards, for all of them.
 """
 
-import gc
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from penstock.execute.observing.layer_sizes import (
 )
 from penstock.execute.stages.layers import own_ties
 from penstock.execute.stages.stage import Stage
+from penstock.garbage import garbage_left
 from penstock.simulation.costs.layer_work import LayerWork
 from penstock.sizing.batch import TokenBatch, require_tokens
 from penstock.sizing.fake_layers import FakeLayers
@@ -75,7 +75,7 @@ class Walk:
 
     def works(self, layers_of_stage: Sequence[range]) -> list[LayerWork]:
         """Return the work of all layers, which these stages hold."""
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _garbage_left():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), garbage_left():
             return [work for stage, layers in enumerate(layers_of_stage) for work in self._stage_works(stage, layers)]
 
     def _stage_works(self, number: int, layers: range) -> list[LayerWork]:
@@ -200,18 +200,6 @@ def _shown(parameter: nn.Parameter) -> Hashable:
 
 def _as_it_is(output: Any) -> Any:
     return output
-
-
-@contextmanager
-def _garbage_left() -> Iterator[None]:
-    """Leave objects in reference cycles where they are: a collection within a pass would have it take less."""
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 @contextmanager

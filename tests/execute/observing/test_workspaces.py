@@ -210,3 +210,28 @@ def test_a_report_changes_no_gradient():
 
     for plain, reported in zip(gradients(False), gradients(True), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(plain, reported, strict=True))
+
+
+class LeavesGarbage(nn.Module):
+    """Leaves a tensor in a reference cycle, and makes enough objects for Python to look for such tensors."""
+
+    def forward(self, hidden):
+        cycle = [hidden.detach().exp()]
+        cycle.append(cycle)
+        del cycle
+        doubled = hidden * 2
+        assert len([[] for _ in range(2000)]) == 2000
+        return doubled
+
+
+def test_garbage_of_a_layer_is_no_workspace():
+    inputs, target = values(1, 2 * ROWS, WIDTH), values(2, 2 * ROWS, WIDE)
+
+    def case(wires):
+        layers = [nn.Linear(WIDTH, WIDTH), LeavesGarbage(), nn.Linear(WIDTH, WIDE, bias=False)]
+        with Pipeline(layers, build("gpipe", ranks=1, microbatches=2), loss=square, transport=wires) as pipeline:
+            return pipeline.memory_report(inputs, target=target)
+
+    (report,) = on_ranks(1, case)
+
+    assert report.layer_bytes[FORWARD_WORKSPACE][1] == HIDDEN  # its input, which nobody keeps
