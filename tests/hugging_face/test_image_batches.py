@@ -17,8 +17,9 @@ LANGUAGE, LANGUAGE_BY_NAME = ["model.language_model.layers"], {"smolvlm": ["mode
 PIXELS = "pixel_values"
 on_both = pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 SOME_MODELS = [
-    pytest.param(name, marks=() if name == "llava" else pytest.mark.slow)
-    for name in ("llava", "gemma3", "smolvlm", "internvl", "paligemma", "mistral3")
+    "llava",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "internvl")),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("smolvlm", "paligemma", "mistral3")),
 ]
 
 

@@ -16,7 +16,7 @@ from tests.support.cut_models import difference, outcome_of, plain_call, run_ran
 from tests.support.local_pipelines import on_ranks
 from tests.support.unsplit_pipeline import UnsplitPipeline
 
-NUM_QUICK, NUM_SAMPLED, NUM_FULL = 12, 100, 1000
+NUM_QUICK, NUM_SAMPLED, NUM_FULL = 12, 40, 1000
 MOST_REFUSED = 0.5
 
 

@@ -16,6 +16,7 @@ from tests.sizing.models import LENGTH, ROWS, differences, plain_layers, reporte
 pytest.importorskip("transformers")
 
 QUICK = ("llama", "gpt2", "mixtral")
+SOME_SLOW = dict.fromkeys(("qwen3_moe", "gemma3", "gpt2"), pytest.mark.slow)
 
 
 def model(family):
@@ -36,10 +37,14 @@ def test_every_byte_of_a_family_is_the_one_that_a_pipeline_reports(family):
     assert {name for work in works for name in (*work.forward.unknown, *work.backward_input.unknown)} == set()
 
 
-# What a report measures of olmo differs from one run to the next.
+# In the backward of olmo's last block, a report has one gradient of a hidden state less than is counted: 12 %.
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in FAMILIES if name != "olmo"],
+    [
+        pytest.param(name, marks={"llama": [], **SOME_SLOW}.get(name, pytest.mark.full))
+        for name in FAMILIES
+        if name != "olmo"
+    ],
 )
 def test_the_workspaces_of_a_family_are_those_that_a_pipeline_reports(family):
     """Of whole backwards and split ones, the larger."""

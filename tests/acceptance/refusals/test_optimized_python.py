@@ -24,7 +24,7 @@ def test_a_wrong_call_is_refused(name):
 
 @pytest.mark.feature("H12")
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["-O", "-OO"])
+@pytest.mark.parametrize("option", ["-O", pytest.param("-OO", marks=pytest.mark.full)])
 def test_wrong_calls_are_refused_in_an_optimized_python(option):
     command = [sys.executable, option, "-m", "tests.support.refused_calls"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -354,8 +354,10 @@ def test_replicas_draw_as_one_process_with_the_microbatches_of_both(name):
     assert_as_alone(numbers, *on_replicas(name, numbers))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("1f1b", "zbv") else pytest.mark.full) for name in FAMILIES],
+)
 def test_replicas_take_numbers_from_1_to_40_in_random_order(name):
     numbers = random.Random(1).sample(range(1, 41), 40)
 

@@ -178,7 +178,7 @@ def peak_of_a_step(schedule, length, chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.full)])
 def test_the_last_stage_holds_its_hidden_states_and_one_chunk(schedule):
     chunk, hidden_bytes = 256, 4096 * 64 * 4
 
