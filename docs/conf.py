@@ -47,6 +47,7 @@ SECTIONS = {
         "training/*",
         "observing",
         "pictures",
+        "planning",
         "searching",
         "simulator",
     ],
