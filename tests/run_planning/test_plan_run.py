@@ -40,6 +40,11 @@ def test_a_list_of_layers_and_costs_of_them_will_do():
         ({"memory": "200KiB"}, r"device: layer 6 of 7 takes 416 KiB by itself"),
         ({"memory": "620KiB", "gpus": 2}, r"gpus: no layout fits 2 devices of 620 KiB for tensors; .* would do"),
         ({"memory": "6 microbatches"}, "memory: 6 microbatches is no number of bytes; give such as 80GiB"),
+        ({"global_batch": -8}, "global_batch: -8 of type int; expected a whole number, 1 or larger"),
+        ({"sequence_length": 0}, "sequence_length: 0 of type int; expected a whole number, 1 or larger"),
+        ({"seconds": -1.0}, "seconds: -1.0 of type float; expected a number, 0 or larger"),
+        ({"seconds": float("nan")}, "seconds: nan of type float; expected a number, 0 or larger"),
+        ({"seconds": float("inf")}, "seconds: inf; the best layouts are searched one after another, give a number"),
         ({"memory": None}, "device: neither a device nor a memory is given"),
         ({"device": "h100-sxn", "memory": None}, "device: there is no device 'h100-sxn'; .*Did you mean 'h100-sxm'"),
         ({"device": "h100-sxm", "memory": "90GiB"}, "memory: 90.0 GiB is more than the 74.5 GiB of h100-sxm"),
@@ -54,7 +59,7 @@ def test_bad_input_is_refused_with_the_way_out(changes, message, tmp_path):
     options = {"gpus": 4, "memory": "1MiB", "sequence_length": 32, "global_batch": 16, "costs": costs_file}
 
     with pytest.raises(ConfigError, match=message):
-        ps.plan_run(run_file, seconds=0.0, **options | changes)
+        ps.plan_run(run_file, **{"seconds": 0.0} | options | changes)
 
 
 def test_costs_of_a_device_that_is_named_get_its_links(tmp_path):

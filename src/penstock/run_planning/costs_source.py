@@ -79,11 +79,13 @@ def _state_bytes(layers: Sequence[LayerWork], model: PlannedModel) -> float:
     return optimizer_bytes_of(model.precision, model.optimizer, parameter_bytes)
 
 
-def measured_source(costs: LayerCosts | str | Path, config: RunConfig | None, model: PlannedModel) -> CostsSource:
+def measured_source(
+    costs: LayerCosts | str | Path, config: RunConfig | None, model: PlannedModel, sequence_length: int
+) -> CostsSource:
     """Return the source of measured costs; `config` is that of the run that was measured, None where it is not known.
 
     Raises:
-        ConfigError: costs that are not per layer, or of another number of layers.
+        ConfigError: costs that are not per layer, or of another number of layers or tokens of a sequence.
     """
     layer_costs = costs if isinstance(costs, LayerCosts) else _read(costs)
     if layer_costs.num_layers != len(model.layers):
@@ -94,6 +96,12 @@ def measured_source(costs: LayerCosts | str | Path, config: RunConfig | None, mo
         )
     size, kind, note = 1, "none", ", taken to be of microbatches of 1 sequence"
     if config is not None:
+        if config.batch.length != sequence_length:
+            raise ConfigError(
+                f"they were measured with sequences of batch.length = {config.batch.length} tokens, not "
+                f"{sequence_length}; measure a run with batch.length = {sequence_length}, with penstock profile",
+                key="costs",
+            )
         size = config.batch.size // config.parallel.data // config.pipeline.microbatches
         setting = config.pipeline.activation_checkpointing
         kind = setting if isinstance(setting, str) else _one_kind(setting)

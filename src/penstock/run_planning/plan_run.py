@@ -1,6 +1,7 @@
 """`ps.plan_run`: which layout of a model on a cluster fits and takes least time, before anything is launched."""
 
 from collections.abc import Callable
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock.run_planning.run_plan import RunPlan
 from penstock.searching.layouts.choosing import choose_layouts
 from penstock.searching.layouts.problem import LayoutQuestion
 from penstock.searching.layouts.searched import search_layout
+from penstock.searching.question import require_number
 from penstock.simulation.costs.devices import device as device_of
 from penstock.simulation.costs.layer_costs import LayerCosts
 from penstock.train.settings.config import RunConfig, load_config
@@ -50,19 +52,21 @@ def plan_run(
         ConfigError: nothing fits (it says what would), numbers that do not divide, an unknown device, a model that is
             none, a layer that no device holds.
     """
+    _require_numbers(sequence_length, global_batch, seconds)
     text = str(model) if isinstance(model, str | Path) else ""
     say = tell or _say_nothing
+    cluster = cluster_of(gpus, nodes, device, _memory_bytes(memory))
+    if costs is None and device is None:
+        raise ConfigError("without one, give the costs of the layers, and the memory of a rank", key="device")
     say("reads the model")
     the_model = planned_model(model, base, sequence_length)
     if needs_run_file and the_model.no_run_file:
         raise ConfigError(the_model.no_run_file, key="model")
-    cluster = cluster_of(gpus, nodes, device, _memory_bytes(memory))
     if costs is None:
-        if device is None:
-            raise ConfigError("without one, give the costs of the layers, and the memory of a rank", key="device")
+        assert device is not None, "refused above"
         source = roofline_source(ModelWork(the_model, sequence_length, say), device, link_within(device))
     else:
-        source = measured_source(costs, _run_config(text, base), the_model)
+        source = measured_source(costs, _run_config(text, base), the_model, sequence_length)
     question = LayoutQuestion(
         cluster=cluster,
         costs_of=source.costs_of,
@@ -76,6 +80,15 @@ def plan_run(
     reserve = f"; reserve {RESERVE_BYTES / 1e9:.1f} GB assumed" if device is not None else ""
     notes = (f"bytes  {source.bytes_note}{reserve}", f"time   {source.time_note}", NOT_PLANNED)
     return RunPlan(chosen, question, the_model, source.sequence_flops * global_batch, peak_flops_per_s, notes)
+
+
+def _require_numbers(sequence_length: int, global_batch: int, seconds: float) -> None:
+    """Refuse numbers with which nothing can be planned, before the model is read. Raises: ConfigError."""
+    require_number("sequence_length", sequence_length, at_least=1)
+    require_number("global_batch", global_batch, at_least=1)
+    require_number("seconds", seconds, at_least=0, is_whole=False)
+    if isinf(seconds):
+        raise ConfigError("inf; the best layouts are searched one after another, give a number", key="seconds")
 
 
 def _memory_bytes(memory: int | str | None) -> int | None:
