@@ -6,14 +6,16 @@ layers.py:make          a function that makes layers, as model.source of a run f
 [layer, layer, ...]     layers, as `Pipeline` takes them
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, described
+from penstock.execute.losses.model_loss import LayersWithLoss
 from penstock.hugging_face.from_transformers import from_transformers
 from penstock.hugging_face.source import folder_of, transformers
+from penstock.models import cross_entropy_loss
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.model_source import adapter_of, build_layers, pipeline_loss
 from penstock.train.optimizing.precision import Precision
@@ -31,7 +33,7 @@ class PlannedModel:
 
     layers: Sequence[Any]
     loss: Any = None
-    """The loss of the last layer; None: that of next tokens."""
+    """The loss behind the last layer; None: that which layers of transformers bring along."""
     precision: PrecisionSection = DEFAULT_PRECISION
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +56,7 @@ def planned_model(model: Any, base: str | Path | None, sequence_length: int) -> 
         ConfigError: there is no such model, run file or function.
     """
     if not isinstance(model, str | Path):
-        return _of_layers(model, base)
+        return _of_layers(model, None if base is None else load_config(base), base)
     place = str(model)
     if place.endswith(".toml"):
         if base is not None:
@@ -66,12 +68,28 @@ def planned_model(model: Any, base: str | Path | None, sequence_length: int) -> 
     return _of_transformers(place, config, base, {"transformers": place})
 
 
-def _of_layers(model: Any, base: str | Path | None) -> PlannedModel:
-    layers = list(model)
+def _of_layers(model: Any, config: RunConfig | None, base: str | Path | None) -> PlannedModel:
+    if not isinstance(model, Iterable):
+        raise ConfigError(f"{described(model)}; expected a folder, a run file, or a list of layers", key=KEY)
+    layers = model if isinstance(model, LayersWithLoss) else list(model)
     if not layers:
         raise ConfigError("the list has no layers; give those of the model, in order", key=KEY)
     reason = "layers that are given as such have no name in a run file; give FILE.py:FUNCTION that makes them"
-    return PlannedModel(layers, base_text=_text(base), no_run_file=reason)
+    own_loss = None if isinstance(model, LayersWithLoss) else cross_entropy_loss
+    return PlannedModel(
+        layers,
+        own_loss if config is None else _loss_of(config, own_loss),
+        DEFAULT_PRECISION if config is None else config.precision,
+        OptimizerSection() if config is None else config.optimizer,
+        base_text=_text(base),
+        no_run_file=reason,
+    )
+
+
+def _loss_of(config: RunConfig, own_loss: Any) -> Any:
+    """Return the loss of layers that a run of this configuration gets, where it names none: their own."""
+    is_named = bool(config.model.loss) or config.loss.chunk != "none"
+    return pipeline_loss(config, config.model.vocabulary) if is_named else own_loss
 
 
 def _of_run_file(path: Path, sequence_length: int) -> PlannedModel:
@@ -130,7 +148,8 @@ def _of_transformers(place: str, config: RunConfig | None, base: Any, settings: 
         "writing a run file"
     )
     optimizer = OptimizerSection() if config is None else config.optimizer
-    return PlannedModel(layers, None, precision, optimizer, settings, _text(base), reason)
+    loss = None if config is None else _loss_of(config, None)
+    return PlannedModel(layers, loss, precision, optimizer, settings, _text(base), reason)
 
 
 def _text(base: str | Path | None) -> str:
