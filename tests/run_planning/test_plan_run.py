@@ -4,7 +4,7 @@ import pytest
 
 import penstock as ps
 from penstock.errors import ConfigError
-from tests.run_planning.cases import KIB, costs, plan_of, write_run
+from tests.run_planning.cases import KIB, RUN, costs, plan_of, write_run
 
 
 @pytest.mark.feature("X44")
@@ -68,3 +68,20 @@ def test_costs_of_a_device_that_is_named_get_its_links(tmp_path):
     assert plan.question.cluster.within.bandwidth_bytes_per_s > 300e9
     assert plan.question.cluster.limit_bytes == 80_000_000_000 - 2_500_000_000
     assert "reserve 2.5 GB assumed" in plan.notes[0]
+
+
+def test_a_model_that_no_run_can_train_is_refused_before_its_layers_are_counted(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(vocab_size=64, hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    options = {"gpus": 2, "device": "h100-sxm", "sequence_length": 32, "global_batch": 8}
+
+    with pytest.raises(ConfigError, match=r"data.tokenizer: .* has no tokenizer.json"):
+        ps.plan_run(tmp_path, needs_run_file=True, **options)
+
+
+def test_a_loss_in_chunks_is_refused_where_it_would_have_to_be_counted(tmp_path):
+    run_file, _ = write_run(tmp_path, RUN + "[loss]\nchunk = 16\n")
+
+    with pytest.raises(ConfigError, match=r"loss.chunk: a loss in chunks cannot be counted; .* penstock profile"):
+        ps.plan_run(run_file, gpus=2, device="h100-sxm", sequence_length=32, global_batch=8)

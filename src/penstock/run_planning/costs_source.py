@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock.errors import ConfigError
+from penstock.execute.losses.tails import takes_tail
 from penstock.run_planning.model import PlannedModel
 from penstock.run_planning.model_work import ModelWork
 from penstock.run_planning.state_bytes import gradient_bytes_of, optimizer_bytes_of
@@ -39,8 +40,14 @@ def roofline_source(work: ModelWork, device_name: str, within: Link) -> CostsSou
     """Return the source of costs that nobody has measured: the model's own work, on the roofline of a device.
 
     Raises:
-        ConfigError: an unknown device, or operations that have no formula.
+        ConfigError: an unknown device, operations that have no formula, or a loss in chunks.
     """
+    if takes_tail(work.model.loss):
+        raise ConfigError(
+            "a loss in chunks cannot be counted; take it out for a plan in which all logits are held at once, or give "
+            "the costs that penstock profile measures",
+            key="loss.chunk",
+        )
     device, model = device_of(device_name), work.model
     costs_by_key: dict[tuple[int, str], LayerCosts] = {}
 

@@ -65,7 +65,15 @@ def planned_model(model: Any, base: str | Path | None, sequence_length: int) -> 
     config = None if base is None else load_config(base)
     if ".py:" in place:
         return _of_source(place, config, base, sequence_length)
-    return _of_transformers(place, config, base, {"transformers": place})
+    settings = {"transformers": place}
+    if config is not None:
+        config = _with_model(config, settings | {"source": "", "loss": ""})
+    return _of_transformers(place, config, base, settings)
+
+
+def _with_model(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """Return a configuration whose [model] has other values."""
+    return config.model_copy(update={"model": config.model.model_copy(update=settings)})
 
 
 def _of_layers(model: Any, config: RunConfig | None, base: str | Path | None) -> PlannedModel:
@@ -111,7 +119,7 @@ def _of_source(place: str, config: RunConfig | None, base: Any, sequence_length:
             }
         )
     else:
-        config = config.model_copy(update={"model": config.model.model_copy(update=settings)})
+        config = _with_model(config, settings | {"transformers": ""})
     return _built(config, base, settings, sequence_length)
 
 

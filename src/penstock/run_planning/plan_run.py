@@ -11,6 +11,7 @@ from penstock.run_planning.clusters import RESERVE_BYTES, cluster_of, link_withi
 from penstock.run_planning.costs_source import measured_source, roofline_source
 from penstock.run_planning.model import planned_model
 from penstock.run_planning.model_work import ModelWork
+from penstock.run_planning.run_file import run_file_text, settings_of_model
 from penstock.run_planning.run_plan import RunPlan
 from penstock.searching.layouts.choosing import choose_layouts
 from penstock.searching.layouts.problem import LayoutQuestion
@@ -46,7 +47,7 @@ def plan_run(
     `global_batch` sequences of `sequence_length` tokens. `base` is a run file whose other settings count: precision,
     optimizer, data. `costs`, per layer, as `penstock profile` writes them, take the place of the device's roofline. The
     best layouts are searched for `seconds` together. `tell` is told what is being done. With `needs_run_file`, a model
-    that no run file can name is refused before anything is planned.
+    that no run file can name or train is refused before anything is planned.
 
     Raises:
         ConfigError: nothing fits (it says what would), numbers that do not divide, an unknown device, a model that is
@@ -60,8 +61,10 @@ def plan_run(
         raise ConfigError("without one, give the costs of the layers, and the memory of a rank", key="device")
     say("reads the model")
     the_model = planned_model(model, base, sequence_length)
-    if needs_run_file and the_model.no_run_file:
-        raise ConfigError(the_model.no_run_file, key="model")
+    if needs_run_file:
+        if the_model.no_run_file:
+            raise ConfigError(the_model.no_run_file, key="model")
+        run_file_text(the_model.base_text, settings_of_model(the_model.base_text, the_model.settings, "runs/planned"))
     if costs is None:
         assert device is not None, "refused above"
         source = roofline_source(ModelWork(the_model, sequence_length, say), device, link_within(device))
