@@ -25,7 +25,8 @@ def test_the_model_of_a_run_file_is_in_its_precision_and_its_file_is_the_base(tm
 
     model = planned_model(str(run_file), None, 64)
 
-    assert model.names == ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+    names = ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+    assert model.module_names == [[name] for name in names]
     assert model.base_text == RUN
     assert model.precision.compute == "model"
     assert (model.settings, model.no_run_file) == ({}, "")
@@ -51,6 +52,9 @@ def test_a_folder_needs_its_config_alone_but_no_run_file_begins_without_weights(
 
     assert len(model.layers) == 5
     assert "has no weights, with which a run of it begins" in model.no_run_file
+    assert model.module_names == [
+        ["model.embed_tokens"], *([f"model.layers.{block}"] for block in range(3)), ["lm_head", "model.norm"]
+    ]  # fmt: skip
     assert str(next(model.layers[0]().parameters()).dtype) == "torch.bfloat16"
 
 

@@ -16,6 +16,7 @@ from penstock.execute.losses.model_loss import LayersWithLoss
 from penstock.hugging_face.from_transformers import from_transformers
 from penstock.hugging_face.source import folder_of, transformers
 from penstock.models import cross_entropy_loss
+from penstock.models.layer import built_on_meta
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.model_source import adapter_of, build_layers, pipeline_loss
 from penstock.train.optimizing.precision import Precision
@@ -44,9 +45,21 @@ class PlannedModel:
     """Why no run file can name it, with the way out; empty where one can."""
 
     @property
-    def names(self) -> list[str]:
-        """The names of the layers, by which other trainers know their modules."""
-        return [str(getattr(layer, "name", index)) for index, layer in enumerate(self.layers)]
+    def module_names(self) -> list[list[str]]:
+        """The names of each layer's modules, by which other trainers know them, the layer's own first."""
+        return [_module_names(layer, index) for index, layer in enumerate(self.layers)]
+
+
+def _module_names(layer: Any, index: int) -> list[str]:
+    """Return the names of the modules of a layer: a layer of a cut model may have some beside that of its name.
+
+    So the layer `lm_head` has `model.norm` as well. A trainer that keeps the named modules alone would leave it out.
+    """
+    name = str(getattr(layer, "name", index))
+    if not getattr(layer, "has_full_names", False):
+        return [name]
+    owners = (parameter.rpartition(".")[0] for parameter, _ in built_on_meta(layer).named_parameters())
+    return list(dict.fromkeys([name, *(owner for owner in owners if not f"{owner}.".startswith(f"{name}."))]))
 
 
 def planned_model(model: Any, base: str | Path | None, sequence_length: int) -> PlannedModel:

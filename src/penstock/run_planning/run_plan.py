@@ -150,7 +150,7 @@ class RunPlan:
         """
         question = self.question
         batch = Batch(sequences=question.global_batch, sequence_length=question.sequence_length)
-        return export(kind, self.chosen.layouts, self.model.names, batch, folder)
+        return export(kind, self.chosen.layouts, self.model.module_names, batch, folder)
 
     def run_toml(self, schedule_file: str = SCHEDULE_FILE, *, folder: str = "runs/planned") -> str:
         """Return the run file of the best layout; `schedule_file` is where a searched schedule will lie.
