@@ -14,7 +14,7 @@ MODEL = PlannedModel([object()] * 7)
 def test_measured_costs_are_of_the_microbatches_of_the_run_that_was_measured(tmp_path):
     run_file, costs_file = write_run(tmp_path)
 
-    source = measured_source(costs_file, load_config(run_file), MODEL)
+    source = measured_source(costs_file, load_config(run_file), MODEL, 32)
 
     assert source.choices.microbatch_sizes == (2,)
     assert source.choices.checkpointing == ("none",)
@@ -24,7 +24,7 @@ def test_measured_costs_are_of_the_microbatches_of_the_run_that_was_measured(tmp
 
 
 def test_without_a_run_file_they_are_taken_to_be_of_one_sequence():
-    source = measured_source(costs(), None, MODEL)
+    source = measured_source(costs(), None, MODEL, 32)
 
     assert source.choices.microbatch_sizes == (1,)
     assert "taken to be of microbatches of 1 sequence" in source.bytes_note
@@ -35,7 +35,14 @@ def test_stages_that_checkpoint_in_different_ways_are_refused(tmp_path):
     run_file, costs_file = write_run(tmp_path, text)
 
     with pytest.raises(ConfigError, match="the run that was measured has none, full by stage"):
-        measured_source(costs_file, load_config(run_file), MODEL)
+        measured_source(costs_file, load_config(run_file), MODEL, 32)
+
+
+def test_sequences_of_another_length_than_those_measured_are_refused(tmp_path):
+    run_file, costs_file = write_run(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"with sequences of batch.length = 32 tokens, not 64; measure a run with"):
+        measured_source(costs_file, load_config(run_file), MODEL, 64)
 
 
 def test_costs_per_stage_are_refused(tmp_path):
@@ -43,4 +50,4 @@ def test_costs_per_stage_are_refused(tmp_path):
     file.write_text("forward_s = [1, 1]\nbackward_s = [1, 1]\n")
 
     with pytest.raises(ConfigError, match="has costs per stage; expected those per layer of penstock profile"):
-        measured_source(file, None, MODEL)
+        measured_source(file, None, MODEL, 32)

@@ -1,9 +1,10 @@
 """Run files with other settings, whose comments stay."""
 
 import pytest
+import tomlkit
 
 from penstock.errors import ConfigError
-from penstock.run_planning.run_file import new_run_settings, run_file_text
+from penstock.run_planning.run_file import new_run_settings, run_file_text, settings_of_model
 from tests.run_planning.cases import RUN
 
 
@@ -34,6 +35,21 @@ def test_a_new_file_says_what_it_is_and_has_text_to_train_on():
 
     assert text.startswith("# Written by penstock plan")
     assert 'corpus = "stdlib" # the sources of Python\'s standard library' in text
+
+
+def test_another_model_takes_the_place_of_that_of_the_base_with_all_its_keys():
+    base = RUN.replace("[model]", "[model]\nloss = 'mine.py:loss'")
+
+    by_source, of_transformers = (
+        tomlkit.parse(base)["model"].unwrap() | settings_of_model(base, model, "runs/new")["model"]
+        for model in ({"source": "mine.py:make"}, {"transformers": "llama"})
+    )
+
+    assert {key: value for key, value in by_source.items() if value} == {
+        "source": "mine.py:make", "loss": "mine.py:loss",
+    }  # fmt: skip
+    assert {key: value for key, value in of_transformers.items() if value} == {"transformers": "llama"}
+    assert settings_of_model(base, {}, "runs/new") == {}
 
 
 def test_what_is_no_run_file_is_refused():

@@ -1,5 +1,8 @@
 """Fake layers have the shapes of a model's, and never its memory."""
 
+from copy import deepcopy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -41,6 +44,15 @@ def test_a_module_stays_as_it_is_and_its_copy_has_no_values_but_those_of_buffers
     assert not layer.training
     assert is_fake(module.weight)
     assert module.training
+    assert (module.weight.requires_grad, module.frozen.requires_grad) == (True, False)
+    assert module.positions.tolist() == [0, 1, 2, 3]
+
+
+def test_a_recipe_that_copies_a_module_has_no_values_but_those_of_buffers():
+    """A function of a run file that returns modules makes such recipes."""
+    module = FakeLayers().build(LayerSpec("table", partial(deepcopy, Table())), "table")
+
+    assert is_fake(module.weight)
     assert (module.weight.requires_grad, module.frozen.requires_grad) == (True, False)
     assert module.positions.tolist() == [0, 1, 2, 3]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock.errors import ConfigError
+from penstock.execute.losses.tails import takes_tail
 from penstock.run_planning.model import PlannedModel
 from penstock.run_planning.model_work import ModelWork
 from penstock.run_planning.state_bytes import gradient_bytes_of, optimizer_bytes_of
@@ -39,8 +40,14 @@ def roofline_source(work: ModelWork, device_name: str, within: Link) -> CostsSou
     """Return the source of costs that nobody has measured: the model's own work, on the roofline of a device.
 
     Raises:
-        ConfigError: an unknown device, or operations that have no formula.
+        ConfigError: an unknown device, operations that have no formula, or a loss in chunks.
     """
+    if takes_tail(work.model.loss):
+        raise ConfigError(
+            "a loss in chunks cannot be counted; take it out for a plan in which all logits are held at once, or give "
+            "the costs that penstock profile measures",
+            key="loss.chunk",
+        )
     device, model = device_of(device_name), work.model
     costs_by_key: dict[tuple[int, str], LayerCosts] = {}
 
@@ -79,11 +86,13 @@ def _state_bytes(layers: Sequence[LayerWork], model: PlannedModel) -> float:
     return optimizer_bytes_of(model.precision, model.optimizer, parameter_bytes)
 
 
-def measured_source(costs: LayerCosts | str | Path, config: RunConfig | None, model: PlannedModel) -> CostsSource:
+def measured_source(
+    costs: LayerCosts | str | Path, config: RunConfig | None, model: PlannedModel, sequence_length: int
+) -> CostsSource:
     """Return the source of measured costs; `config` is that of the run that was measured, None where it is not known.
 
     Raises:
-        ConfigError: costs that are not per layer, or of another number of layers.
+        ConfigError: costs that are not per layer, or of another number of layers or tokens of a sequence.
     """
     layer_costs = costs if isinstance(costs, LayerCosts) else _read(costs)
     if layer_costs.num_layers != len(model.layers):
@@ -94,6 +103,12 @@ def measured_source(costs: LayerCosts | str | Path, config: RunConfig | None, mo
         )
     size, kind, note = 1, "none", ", taken to be of microbatches of 1 sequence"
     if config is not None:
+        if config.batch.length != sequence_length:
+            raise ConfigError(
+                f"they were measured with sequences of batch.length = {config.batch.length} tokens, not "
+                f"{sequence_length}; measure a run with batch.length = {sequence_length}, with penstock profile",
+                key="costs",
+            )
         size = config.batch.size // config.parallel.data // config.pipeline.microbatches
         setting = config.pipeline.activation_checkpointing
         kind = setting if isinstance(setting, str) else _one_kind(setting)

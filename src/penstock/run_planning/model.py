@@ -6,14 +6,17 @@ layers.py:make          a function that makes layers, as model.source of a run f
 [layer, layer, ...]     layers, as `Pipeline` takes them
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, described
+from penstock.execute.losses.model_loss import LayersWithLoss
 from penstock.hugging_face.from_transformers import from_transformers
 from penstock.hugging_face.source import folder_of, transformers
+from penstock.models import cross_entropy_loss
+from penstock.models.layer import built_on_meta
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.model_source import adapter_of, build_layers, pipeline_loss
 from penstock.train.optimizing.precision import Precision
@@ -31,7 +34,7 @@ class PlannedModel:
 
     layers: Sequence[Any]
     loss: Any = None
-    """The loss of the last layer; None: that of next tokens."""
+    """The loss behind the last layer; None: that which layers of transformers bring along."""
     precision: PrecisionSection = DEFAULT_PRECISION
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -42,9 +45,21 @@ class PlannedModel:
     """Why no run file can name it, with the way out; empty where one can."""
 
     @property
-    def names(self) -> list[str]:
-        """The names of the layers, by which other trainers know their modules."""
-        return [str(getattr(layer, "name", index)) for index, layer in enumerate(self.layers)]
+    def module_names(self) -> list[list[str]]:
+        """The names of each layer's modules, by which other trainers know them, the layer's own first."""
+        return [_module_names(layer, index) for index, layer in enumerate(self.layers)]
+
+
+def _module_names(layer: Any, index: int) -> list[str]:
+    """Return the names of the modules of a layer: a layer of a cut model may have some beside that of its name.
+
+    So the layer `lm_head` has `model.norm` as well. A trainer that keeps the named modules alone would leave it out.
+    """
+    name = str(getattr(layer, "name", index))
+    if not getattr(layer, "has_full_names", False):
+        return [name]
+    owners = (parameter.rpartition(".")[0] for parameter, _ in built_on_meta(layer).named_parameters())
+    return list(dict.fromkeys([name, *(owner for owner in owners if not f"{owner}.".startswith(f"{name}."))]))
 
 
 def planned_model(model: Any, base: str | Path | None, sequence_length: int) -> PlannedModel:
@@ -54,7 +69,7 @@ def planned_model(model: Any, base: str | Path | None, sequence_length: int) -> 
         ConfigError: there is no such model, run file or function.
     """
     if not isinstance(model, str | Path):
-        return _of_layers(model, base)
+        return _of_layers(model, None if base is None else load_config(base), base)
     place = str(model)
     if place.endswith(".toml"):
         if base is not None:
@@ -63,15 +78,39 @@ def planned_model(model: Any, base: str | Path | None, sequence_length: int) -> 
     config = None if base is None else load_config(base)
     if ".py:" in place:
         return _of_source(place, config, base, sequence_length)
-    return _of_transformers(place, config, base, {"transformers": place})
+    settings = {"transformers": place}
+    if config is not None:
+        config = _with_model(config, settings | {"source": "", "loss": ""})
+    return _of_transformers(place, config, base, settings)
 
 
-def _of_layers(model: Any, base: str | Path | None) -> PlannedModel:
-    layers = list(model)
+def _with_model(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """Return a configuration whose [model] has other values."""
+    return config.model_copy(update={"model": config.model.model_copy(update=settings)})
+
+
+def _of_layers(model: Any, config: RunConfig | None, base: str | Path | None) -> PlannedModel:
+    if not isinstance(model, Iterable):
+        raise ConfigError(f"{described(model)}; expected a folder, a run file, or a list of layers", key=KEY)
+    layers = model if isinstance(model, LayersWithLoss) else list(model)
     if not layers:
         raise ConfigError("the list has no layers; give those of the model, in order", key=KEY)
     reason = "layers that are given as such have no name in a run file; give FILE.py:FUNCTION that makes them"
-    return PlannedModel(layers, base_text=_text(base), no_run_file=reason)
+    own_loss = None if isinstance(model, LayersWithLoss) else cross_entropy_loss
+    return PlannedModel(
+        layers,
+        own_loss if config is None else _loss_of(config, own_loss),
+        DEFAULT_PRECISION if config is None else config.precision,
+        OptimizerSection() if config is None else config.optimizer,
+        base_text=_text(base),
+        no_run_file=reason,
+    )
+
+
+def _loss_of(config: RunConfig, own_loss: Any) -> Any:
+    """Return the loss of layers that a run of this configuration gets, where it names none: their own."""
+    is_named = bool(config.model.loss) or config.loss.chunk != "none"
+    return pipeline_loss(config, config.model.vocabulary) if is_named else own_loss
 
 
 def _of_run_file(path: Path, sequence_length: int) -> PlannedModel:
@@ -93,7 +132,7 @@ def _of_source(place: str, config: RunConfig | None, base: Any, sequence_length:
             }
         )
     else:
-        config = config.model_copy(update={"model": config.model.model_copy(update=settings)})
+        config = _with_model(config, settings | {"transformers": ""})
     return _built(config, base, settings, sequence_length)
 
 
@@ -130,7 +169,8 @@ def _of_transformers(place: str, config: RunConfig | None, base: Any, settings: 
         "writing a run file"
     )
     optimizer = OptimizerSection() if config is None else config.optimizer
-    return PlannedModel(layers, None, precision, optimizer, settings, _text(base), reason)
+    loss = None if config is None else _loss_of(config, None)
+    return PlannedModel(layers, loss, precision, optimizer, settings, _text(base), reason)
 
 
 def _text(base: str | Path | None) -> str:

@@ -1,6 +1,7 @@
 """`ps.plan_run`: which layout of a model on a cluster fits and takes least time, before anything is launched."""
 
 from collections.abc import Callable
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from penstock.run_planning.clusters import RESERVE_BYTES, cluster_of, link_withi
 from penstock.run_planning.costs_source import measured_source, roofline_source
 from penstock.run_planning.model import planned_model
 from penstock.run_planning.model_work import ModelWork
+from penstock.run_planning.run_file import run_file_text, settings_of_model
 from penstock.run_planning.run_plan import RunPlan
 from penstock.searching.layouts.choosing import choose_layouts
 from penstock.searching.layouts.problem import LayoutQuestion
 from penstock.searching.layouts.searched import search_layout
+from penstock.searching.question import require_number
 from penstock.simulation.costs.devices import device as device_of
 from penstock.simulation.costs.layer_costs import LayerCosts
 from penstock.train.settings.config import RunConfig, load_config
@@ -44,25 +47,29 @@ def plan_run(
     `global_batch` sequences of `sequence_length` tokens. `base` is a run file whose other settings count: precision,
     optimizer, data. `costs`, per layer, as `penstock profile` writes them, take the place of the device's roofline. The
     best layouts are searched for `seconds` together. `tell` is told what is being done. With `needs_run_file`, a model
-    that no run file can name is refused before anything is planned.
+    that no run file can name or train is refused before anything is planned.
 
     Raises:
         ConfigError: nothing fits (it says what would), numbers that do not divide, an unknown device, a model that is
             none, a layer that no device holds.
     """
+    _require_numbers(sequence_length, global_batch, seconds)
     text = str(model) if isinstance(model, str | Path) else ""
     say = tell or _say_nothing
+    cluster = cluster_of(gpus, nodes, device, _memory_bytes(memory))
+    if costs is None and device is None:
+        raise ConfigError("without one, give the costs of the layers, and the memory of a rank", key="device")
     say("reads the model")
     the_model = planned_model(model, base, sequence_length)
-    if needs_run_file and the_model.no_run_file:
-        raise ConfigError(the_model.no_run_file, key="model")
-    cluster = cluster_of(gpus, nodes, device, _memory_bytes(memory))
+    if needs_run_file:
+        if the_model.no_run_file:
+            raise ConfigError(the_model.no_run_file, key="model")
+        run_file_text(the_model.base_text, settings_of_model(the_model.base_text, the_model.settings, "runs/planned"))
     if costs is None:
-        if device is None:
-            raise ConfigError("without one, give the costs of the layers, and the memory of a rank", key="device")
+        assert device is not None, "refused above"
         source = roofline_source(ModelWork(the_model, sequence_length, say), device, link_within(device))
     else:
-        source = measured_source(costs, _run_config(text, base), the_model)
+        source = measured_source(costs, _run_config(text, base), the_model, sequence_length)
     question = LayoutQuestion(
         cluster=cluster,
         costs_of=source.costs_of,
@@ -76,6 +83,15 @@ def plan_run(
     reserve = f"; reserve {RESERVE_BYTES / 1e9:.1f} GB assumed" if device is not None else ""
     notes = (f"bytes  {source.bytes_note}{reserve}", f"time   {source.time_note}", NOT_PLANNED)
     return RunPlan(chosen, question, the_model, source.sequence_flops * global_batch, peak_flops_per_s, notes)
+
+
+def _require_numbers(sequence_length: int, global_batch: int, seconds: float) -> None:
+    """Refuse numbers with which nothing can be planned, before the model is read. Raises: ConfigError."""
+    require_number("sequence_length", sequence_length, at_least=1)
+    require_number("global_batch", global_batch, at_least=1)
+    require_number("seconds", seconds, at_least=0, is_whole=False)
+    if isinf(seconds):
+        raise ConfigError("inf; the best layouts are searched one after another, give a number", key="seconds")
 
 
 def _memory_bytes(memory: int | str | None) -> int | None:

@@ -11,11 +11,16 @@ from tomlkit.items import Table
 
 from penstock.searching.layouts.planned import PlannedLayout
 from penstock.train.settings.config import config_from_table
+from penstock.train.settings.sections import ModelSection
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Values by section and key; None takes a key out."""
 
 HEADER = "Written by penstock plan; penstock train runs it as it is."
+STAY_FOR_TRANSFORMERS = ("dtype", "length", "verify")
+"""The keys of [model] that stay where a model of transformers takes the place of another one."""
+STAY_FOR_SOURCE = ("vocabulary", "length", "options", "loss")
+"""The keys of [model] that stay where a function that makes layers takes the place of another model."""
 PLACEHOLDER = "the sources of Python's standard library; your own text goes here, as files = [...]"
 
 
@@ -56,6 +61,19 @@ def run_file_text(base: str, settings: Settings) -> str:
             document.remove(name)
     config_from_table(document.unwrap())
     return tomlkit.dumps(document)
+
+
+def settings_of_model(base: str, model: Mapping[str, Any], folder: str) -> dict[str, dict[str, Any]]:
+    """Return the settings by which a run file names a model: in a base in the place of those of its own model.
+
+    `model` are the keys of [model] that name it, none where those of the base do; a new run file writes to `folder`.
+    """
+    if not base:
+        return new_run_settings(folder, model)
+    if not model:
+        return {}
+    stay = STAY_FOR_TRANSFORMERS if "transformers" in model else STAY_FOR_SOURCE
+    return {"model": dict.fromkeys(key for key in ModelSection.model_fields if key not in stay) | dict(model)}
 
 
 def new_run_settings(folder: str, model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

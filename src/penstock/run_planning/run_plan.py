@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.run_planning.exports import Batch, export
 from penstock.run_planning.model import PlannedModel
-from penstock.run_planning.run_file import layout_settings, new_run_settings, run_file_text
+from penstock.run_planning.run_file import layout_settings, run_file_text, settings_of_model
 from penstock.searching.layouts.bounds import LayoutBound
 from penstock.searching.layouts.choosing import ChosenLayouts
 from penstock.searching.layouts.planned import PlannedLayout
@@ -150,7 +150,7 @@ class RunPlan:
         """
         question = self.question
         batch = Batch(sequences=question.global_batch, sequence_length=question.sequence_length)
-        return export(kind, self.chosen.layouts, self.model.names, batch, folder)
+        return export(kind, self.chosen.layouts, self.model.module_names, batch, folder)
 
     def run_toml(self, schedule_file: str = SCHEDULE_FILE, *, folder: str = "runs/planned") -> str:
         """Return the run file of the best layout; `schedule_file` is where a searched schedule will lie.
@@ -164,9 +164,7 @@ class RunPlan:
         if reason:
             raise ConfigError(reason, key="model")
         best = self.best
-        settings = {} if self.model.base_text else new_run_settings(folder, self.model.settings)
-        if self.model.base_text and self.model.settings:
-            settings["model"] = dict(self.model.settings)
+        settings = settings_of_model(self.model.base_text, self.model.settings, folder)
         question = self.question
         batch = {"size": question.global_batch, "length": question.sequence_length}
         settings["batch"] = batch | dict.fromkeys(("accumulate", "samples", "tokens", "ramp_from", "ramp_steps"))

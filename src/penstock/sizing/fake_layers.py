@@ -80,8 +80,11 @@ class FakeLayers:
 
 
 def _is_to_be_fake(value: Any) -> bool:
-    """Whether a tensor of a module takes no memory yet; buffers with values, as of positions, stay as they are."""
-    return isinstance(value, Tensor) and (value.is_meta or is_lazy(value))
+    """Whether a tensor of a module is to have no values: buffers with values, as of positions, stay as they are.
+
+    A recipe may copy a module that is there, as those of `model.source` do: its parameters have values.
+    """
+    return isinstance(value, Tensor) and (value.is_meta or is_lazy(value) or isinstance(value, nn.Parameter))
 
 
 def _built(layer: Callable[[], Any], name: str) -> nn.Module:

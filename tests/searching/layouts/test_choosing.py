@@ -76,3 +76,15 @@ def test_it_tells_what_it_does():
 def test_nothing_that_fits_is_an_error_that_says_what_would():
     with pytest.raises(ConfigError, match=r"no layout fits 4 devices of .*holds .* on rank \d: .* would do"):
         choose_layouts(question(memory_bytes=210 * MIB, global_batch=64, microbatch_sizes=(1,)))
+
+
+def test_where_no_family_fits_forwards_that_run_again_count():
+    """Costs that were measured have one kind of checkpointing alone."""
+    asked = question(gpus=2, memory_bytes=740 * MIB, microbatch_sizes=(1,), checkpointing=("none",), shards=("none",))
+    assert all(best_of_families(problem) is None for problem in asked.problems())
+
+    best = choose_layouts(asked).layouts[0]
+
+    assert best.peak_bytes <= 740 * MIB
+    assert best.num_recomputed > 0
+    assert best.family == ""

@@ -29,6 +29,12 @@ def test_layers_are_split_by_memory_where_a_split_by_seconds_does_not_fit():
     assert sum(by_memory.split) == 8
 
 
+def test_families_of_least_memory_are_split_too_where_the_fastest_do_not_fit():
+    problem = problem_of(question(gpus=2, memory_bytes=780 * MIB, **ONE_SIZE), pipeline=2)
+
+    assert best_of_families(problem).peak_bytes <= 780 * MIB
+
+
 def test_nothing_is_returned_where_nothing_fits():
     assert plan_of(300 * MIB, pipeline=4) is None
 

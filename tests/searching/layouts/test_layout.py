@@ -52,6 +52,12 @@ def test_microbatches_that_divide_no_batch_are_refused():
         layouts(2, 34, 6, microbatch_sizes=(4,))
 
 
+def test_more_microbatches_than_can_be_planned_are_left_out_or_refused():
+    assert {layout.data for layout in layouts(2, 34, 1 << 15, microbatch_sizes=(1,))} == {2}
+    with pytest.raises(ConfigError, match=r"131072 sequences are 65,536 microbatches .*; use at most 32,768 sequences"):
+        layouts(2, 34, 1 << 17, microbatch_sizes=(1,))
+
+
 def test_its_text_has_what_differs():
     sizes = {"pipeline": 2, "data": 4, "microbatch_size": 1, "microbatches": 64}
 

@@ -42,6 +42,14 @@ def test_replicas_share_out_bytes_and_the_update():
     assert sharded.resident_costs.optimizer_bytes[1] == 90 * MIB + 20 * MIB
 
 
+def test_an_update_that_was_measured_of_a_shard_takes_all_of_it_without_shards():
+    asked = question(costs=costs_of(optimizer=[1e-3] * 8, shards=4), **ONE_SIZE)
+    plain, sharded = (problem_of(asked, data=2, shard=shard) for shard in ("none", "optimizer"))
+
+    np.testing.assert_allclose(plain.of_layers("optimizer"), 4e-3)
+    np.testing.assert_allclose(sharded.of_layers("optimizer"), 2e-3)
+
+
 def test_costs_that_a_device_is_not_known_for_keep_their_own_links():
     asked = question(costs=costs_of(latency_s=3e-3), **ONE_SIZE)
     cluster = type(asked.cluster)(gpus=4, memory_bytes=MIB)

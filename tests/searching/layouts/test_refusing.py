@@ -1,7 +1,9 @@
 """Why nothing fits, and what would do."""
 
+from dataclasses import replace
+
 from penstock.searching.layouts.refusing import nothing_fits
-from tests.searching.layouts.cases import MIB, question
+from tests.searching.layouts.cases import MIB, costs_of, question
 from tests.searching.layouts.test_problem import ONE_SIZE
 
 
@@ -21,6 +23,21 @@ def test_a_layer_that_no_device_holds_is_named():
     text = text_of(question(memory_bytes=50 * MIB, **ONE_SIZE))
 
     assert text.startswith("device: layer 1 of 8 takes 60.0 MiB by itself, of them 60.0 MiB of weights and gradients")
+
+
+def test_a_layer_that_fits_with_checkpointing_is_not_named():
+    """Blocks keep 400 MiB, or with checkpointing their input; all weights and states are too large in either case."""
+    plain = costs_of()
+
+    def costs(size, kind):
+        kept = plain(size, kind).activation_bytes
+        return replace(
+            plain(size, kind), activation_bytes=[20 * number if kind == "none" else number for number in kept]
+        )
+
+    text = text_of(question(gpus=1, memory_bytes=300 * MIB, costs=costs, microbatch_sizes=(1,)))
+
+    assert text.startswith("gpus: no layout fits 1 device ")
 
 
 def test_where_no_number_of_devices_helps_it_says_what_else():

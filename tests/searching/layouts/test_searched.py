@@ -2,9 +2,8 @@
 
 import pytest
 
-import penstock as ps
 from penstock.searching.layouts.families import best_of_families
-from penstock.searching.layouts.searched import num_recomputed, search_layout
+from penstock.searching.layouts.searched import search_layout
 from tests.searching.layouts.cases import MIB, costs_of, question
 from tests.searching.layouts.test_problem import ONE_SIZE, problem_of
 
@@ -29,10 +28,3 @@ def test_one_rank_has_nothing_to_search():
     plan = best_of_families(problem)
 
     assert search_layout(problem, plan, 60.0) is plan
-
-
-def test_stages_that_run_again_are_counted():
-    schedule = ps.build("1f1b", ranks=4, microbatches=4)
-
-    assert num_recomputed(schedule) == 0
-    assert num_recomputed(ps.with_recompute(schedule, stages=[0, 2])) == 2

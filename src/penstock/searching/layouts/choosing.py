@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from penstock.searching.layouts.bounds import LayoutBound, bound_of
-from penstock.searching.layouts.families import best_of_families
+from penstock.searching.layouts.families import best_of_families, best_of_savers
 from penstock.searching.layouts.planned import PlannedLayout
 from penstock.searching.layouts.problem import LayoutProblem, LayoutQuestion
 from penstock.searching.layouts.refusing import nothing_fits
@@ -70,6 +70,8 @@ def choose_layouts(
     bounded = sorted(((bound_of(problem), problem) for problem in problems), key=lambda pair: pair[0])
     fitting = [(bound, problem) for bound, problem in bounded if bound.least_bytes <= problem.limit_bytes]
     plans = _evaluated(fitting, evaluate, say)
+    if not plans.best:
+        plans = _evaluated(fitting, best_of_savers, say)
     if not plans.best:
         raise nothing_fits(question, problems)
     best = plans.best[:MOST_SEARCHED]

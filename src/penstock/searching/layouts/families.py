@@ -13,6 +13,7 @@ import numpy as np
 from penstock.errors import ConfigError, ScheduleError
 from penstock.ir.live import peak_bytes
 from penstock.ir.operations import Op
+from penstock.ir.recompute import with_recompute
 from penstock.ir.schedule import Schedule
 from penstock.lowering import lower
 from penstock.partition.balance import balance
@@ -30,7 +31,7 @@ MOST_LEAST = 2
 MOST_STAGES_RESPLIT = 16
 """The most stages of a schedule that is split by memory: with several on a rank, splits are tried one by one."""
 MOST_RESPLIT = 4
-"""The most schedules that are split by memory, the fastest first."""
+"""The most schedules that are split by memory, the fastest first; where none of them fits, `MOST_LEAST` follow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +51,7 @@ def best_of_families(problem: LayoutProblem, below_s: float = math.inf) -> Plann
     """Return the fastest plan of a family that fits and takes less than so long; None where none was found."""
     if least_kept_bytes(problem) > problem.limit_bytes:
         return None
-    drafts = sorted(_drafts(problem), key=lambda draft: draft.makespan_s)
+    drafts = sorted(_drafts(problem), key=_by_makespan)
     drafts = [draft for draft in drafts if draft.makespan_s < below_s]
     best = _fastest(problem, [draft for draft in drafts if draft.peak_bytes <= problem.limit_bytes])
     if best is not None:
@@ -61,7 +62,8 @@ def best_of_families(problem: LayoutProblem, below_s: float = math.inf) -> Plann
         for draft in drafts
         if draft.schedule.num_stages <= MOST_STAGES_RESPLIT and draft.mean_bytes <= problem.limit_bytes
     ]
-    return _fastest(problem, list(_resplit(problem, small[:MOST_RESPLIT])))
+    least = sorted(small[MOST_RESPLIT:], key=lambda draft: draft.mean_bytes)[:MOST_LEAST]
+    return _fastest(problem, _resplit(problem, small[:MOST_RESPLIT])) or _fastest(problem, _resplit(problem, least))
 
 
 def least_kept_bytes(problem: LayoutProblem) -> float:
@@ -73,20 +75,38 @@ def least_kept_bytes(problem: LayoutProblem) -> float:
     return float(always.sum()) / problem.layout.pipeline
 
 
-def least_of_families(problem: LayoutProblem) -> PlannedLayout:
-    """Return the plan that needs least memory, whether it fits or not: of families, or one microbatch at a time.
+def best_of_savers(problem: LayoutProblem, below_s: float = math.inf) -> PlannedLayout | None:
+    """Return the fastest plan that fits of those that need little memory; None where none does.
 
-    Its layers are split by memory.
+    It is for models none of whose layouts fit with a family whose forwards run once.
     """
-    line = Placement.loop(problem.layout.pipeline, problem.layout.pipeline * problem.fewest_stages)
+    plans = [plan for plan in _savers(problem, least=False) if plan.peak_bytes <= problem.limit_bytes]
+    best = min(plans, key=lambda plan: plan.step_s, default=None)
+    return best if best is not None and best.step_s < below_s else None
+
+
+def least_of_families(problem: LayoutProblem) -> PlannedLayout:
+    """Return the plan that needs least memory, whether it fits or not."""
+    return min(_savers(problem, least=True), key=lambda plan: plan.peak_bytes)
+
+
+def _savers(problem: LayoutProblem, *, least: bool) -> Iterator[PlannedLayout]:
+    """Yield plans that need little memory: families, and one microbatch at a time, whose forwards run once or again.
+
+    Layers are split by memory: those with `least` so that the fullest rank holds least, others to be fast and fit.
+    """
     drafts = sorted(_drafts(problem), key=lambda draft: draft.peak_bytes)[:MOST_LEAST]
-    plans = []
-    for schedule in (one_at_a_time(line, problem.layout.microbatches), *(draft.schedule for draft in drafts)):
+    once = {draft.schedule.name: draft.schedule for draft in drafts}
+    alone = [one_at_a_time(placement, problem.layout.microbatches) for placement in placements_of(problem)]
+    again = [with_recompute(schedule) for schedule in (*alone, *once.values())]
+    for family, schedule in (*once.items(), *(("", schedule) for schedule in (*alone, *again))):
         try:
-            plans.append(planned(problem, schedule, _splits_of(problem, schedule).least, schedule.name))
-        except ConfigError:  # overlapped pairs need more stages whole at once
+            splits = _splits_of(problem, schedule)
+            split = splits.least if least else splits.split
+            if split is not None:
+                yield planned(problem, schedule, split, family)
+        except (ConfigError, ScheduleError):  # overlapped pairs need more stages whole at once
             continue
-    return min(plans, key=lambda plan: plan.peak_bytes)
 
 
 def placements_of(problem: LayoutProblem) -> list[Placement]:
@@ -138,15 +158,21 @@ def _fastest(problem: LayoutProblem, drafts: list[_Draft]) -> PlannedLayout | No
     return best
 
 
-def _resplit(problem: LayoutProblem, drafts: list[_Draft]) -> Iterator[_Draft]:
-    """Yield schedules with a split in which no rank holds more than it may, those that have one."""
+def _by_makespan(draft: _Draft) -> float:
+    return draft.makespan_s
+
+
+def _resplit(problem: LayoutProblem, drafts: list[_Draft]) -> list[_Draft]:
+    """Return schedules with a split in which no rank holds more than it may, those that have one, fastest first."""
+    fitting = []
     for draft in drafts:
         try:
             split = _splits_of(problem, draft.schedule).split
         except ConfigError:
             continue
         if split is not None:
-            yield _draft(problem, draft.schedule, split)
+            fitting.append(_draft(problem, draft.schedule, split))
+    return sorted(fitting, key=_by_makespan)
 
 
 def _splits_of(problem: LayoutProblem, schedule: Schedule) -> FittingSplit:

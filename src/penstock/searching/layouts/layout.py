@@ -16,6 +16,8 @@ from penstock.lowering import FULL, NONE, SHARDS
 STAGES_PER_RANK = (1, 2, 4)
 STAGES_PER_RANK_OF_FULL = (4, 8)
 """A rank that gathers two stages at a time needs more than two, or it is a rank that gathers all once a step."""
+MOST_MICROBATCHES = 1 << 14
+"""The most microbatches of a replica in a step; layouts with more would take minutes to plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +70,17 @@ def layouts_of(gpus: int, num_layers: int, global_batch: int, choices: Choices) 
         problem = f"microbatches of {' or '.join(map(str, choices.microbatch_sizes))} do not divide the sequences of a"
         near = _multiples_near(global_batch, min(replicas) * min(choices.microbatch_sizes))
         raise ConfigError(f"{problem} replica; use {near} sequences", key="global_batch")
+    fewest, unit = min(
+        (global_batch // data // size, data * size)
+        for data, size in product(replicas, sizes)
+        if global_batch // data % size == 0
+    )
+    if fewest > MOST_MICROBATCHES:
+        problem = f"{global_batch} sequences are {fewest:,} microbatches or more of each replica in a step"
+        raise ConfigError(f"{problem}; use at most {MOST_MICROBATCHES * unit:,} sequences", key="global_batch")
     for data, size, checkpointing in product(replicas, sizes, choices.checkpointing):
         num_rows = global_batch // data
-        if num_rows % size:
+        if num_rows % size or num_rows // size > MOST_MICROBATCHES:
             continue
         for shard in choices.shards if data > 1 else (NONE,):
             layout = Layout(

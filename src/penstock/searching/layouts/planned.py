@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from penstock.ir.operations import Op
 from penstock.ir.schedule import Schedule
 from penstock.partition.split import split_over
 from penstock.planning import Plan, plan
@@ -29,8 +32,6 @@ class PlannedLayout:
     """The family of the schedule, with its defaults; empty where it was searched."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the family."""
-    num_recomputed: int = 0
-    """Stages whose forwards run again."""
 
     @property
     def schedule(self) -> Schedule:
@@ -40,6 +41,11 @@ class PlannedLayout:
     def schedule_name(self) -> str:
         """The family, or that it was searched and on which placement."""
         return self.family or f"{SEARCHED} {self.schedule.placement.style}"
+
+    @property
+    def num_recomputed(self) -> int:
+        """Stages whose forwards run again."""
+        return len(np.unique(self.schedule.stage[self.schedule.op == Op.RECOMPUTE]))
 
     @property
     def stages_per_rank(self) -> int:

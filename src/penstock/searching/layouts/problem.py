@@ -73,8 +73,9 @@ class LayoutProblem:
         wire = cluster.replica_wire(layout.pipeline, layout.data)
         if wire is not None:
             changes |= {f"replica_{name}": value for name, value in _fields_of_wire(wire).items()}
-        if layout.shard != NONE and costs.optimizer:
-            changes["optimizer"] = tuple(seconds / layout.data for seconds in costs.optimizer)
+        shards = 1 if layout.shard == NONE else layout.data
+        if costs.optimizer:  # each replica updates its part; those that were measured updated one of `costs.shards`
+            changes["optimizer"] = tuple(seconds * costs.shards / shards for seconds in costs.optimizer)
         return cls(layout, replace(costs, split=(), **changes), cluster.limit_bytes)
 
     @property

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, count_of
 from penstock.ir.units import format_bytes
 from penstock.searching.layouts.bounds import least_bytes
-from penstock.searching.layouts.families import best_of_families, least_of_families
+from penstock.searching.layouts.families import best_of_families, best_of_savers, least_of_families
 from penstock.searching.layouts.planned import PlannedLayout
-from penstock.searching.layouts.problem import LayoutProblem, LayoutQuestion
+from penstock.searching.layouts.problem import Floats, LayoutProblem, LayoutQuestion
 
 MOST_LOOKED_AT = 4
 """The layouts of least bytes, by their bounds, of which the one that holds least is told."""
@@ -20,14 +20,14 @@ MOST_TIMES = 64
 
 def nothing_fits(question: LayoutQuestion, problems: Sequence[LayoutProblem]) -> ConfigError:
     """Return the error for a model none of whose layouts fits; it tells what would."""
-    for problem in (min(problems, key=least_bytes),):
-        error = _large_layer(problem)
-        if error is not None:
-            return error
+    error = _large_layer(min(problems, key=lambda problem: _layer_bytes(problem).max()))
+    if error is not None:
+        return error
     least = min(map(least_of_families, _least_by_bound(problems)), key=lambda plan: plan.peak_bytes)
+    devices = count_of(question.cluster.gpus, "device")
     limit, rank = format_bytes(problems[0].limit_bytes), least.fullest_rank
     return ConfigError(
-        f"no layout fits {question.cluster.gpus} devices of {limit} for tensors; {least.layout}, which needs least, "
+        f"no layout fits {devices} of {limit} for tensors; {least.layout}, which needs least, "
         f"holds {format_bytes(least.peak_bytes)} on rank {rank}: {_held(problems, least)}. {_way_out(question)}",
         key="gpus",
     )
@@ -37,14 +37,22 @@ def _least_by_bound(problems: Sequence[LayoutProblem]) -> list[LayoutProblem]:
     return sorted(problems, key=least_bytes)[:MOST_LOOKED_AT]
 
 
+def _layer_bytes(problem: LayoutProblem) -> Floats:
+    """Return [num_layers] what a device holds of a layer at least while its backward runs, however many there are."""
+    gradients = problem.of_layers("gradient_bytes")
+    return problem.of_layers("parameter_bytes") + np.maximum(gradients, problem.of_layers("activation_bytes"))
+
+
 def _large_layer(problem: LayoutProblem) -> ConfigError | None:
-    """Return the error for a model with a layer that no device of any number can hold, if it has one."""
-    weights, gradients = problem.of_layers("parameter_bytes"), problem.of_layers("gradient_bytes")
-    sizes = weights + np.maximum(gradients, problem.of_layers("activation_bytes"))
+    """Return the error for a model with a layer that no device of any number can hold, if it has one.
+
+    The problem is that of the layout whose largest layer is the smallest.
+    """
+    sizes = _layer_bytes(problem)
     layer = int(sizes.argmax())
     if sizes[layer] <= problem.limit_bytes:
         return None
-    static = weights[layer] + gradients[layer]
+    static = problem.of_layers("parameter_bytes")[layer] + problem.of_layers("gradient_bytes")[layer]
     return ConfigError(
         f"layer {layer} of {problem.num_layers} takes {format_bytes(int(sizes[layer]))} by itself, of them "
         f"{format_bytes(int(static))} of weights and gradients, and a device has "
@@ -81,7 +89,7 @@ def _way_out(question: LayoutQuestion) -> str:
         except ConfigError:  # the batch does not divide over so many
             break
         candidates = [problem for problem in _least_by_bound(problems) if least_bytes(problem) <= problem.limit_bytes]
-        if any(best_of_families(problem) for problem in candidates):
+        if any(best_of_families(problem) or best_of_savers(problem) for problem in candidates):
             return f"{more.gpus} devices would do; or take devices with more memory, or shorter sequences"
         times *= 2
     return "Take devices with more memory, shorter sequences, or a smaller model"

@@ -4,11 +4,7 @@ The search knows no gathers: it sees what a rank holds of them as bytes that are
 more than a rank may, the search runs again within a limit that is lower by so much.
 """
 
-import numpy as np
-
 from penstock.errors import ConfigError, ScheduleError
-from penstock.ir.operations import Op
-from penstock.ir.schedule import Schedule
 from penstock.searching.joint.search_joint import search_joint
 from penstock.searching.layouts.planned import PlannedLayout, planned
 from penstock.searching.layouts.problem import LayoutProblem
@@ -49,9 +45,4 @@ def _searched_within(problem: LayoutProblem, limit_bytes: int, seconds: float) -
 def _planned(problem: LayoutProblem, result: SearchResult) -> PlannedLayout:
     is_family = result.method == "family"
     family = result.schedule.name if is_family else ""
-    return planned(problem, result.schedule, result.split, family, num_recomputed=num_recomputed(result.schedule))
-
-
-def num_recomputed(schedule: Schedule) -> int:
-    """Return how many stages of a schedule run forwards again."""
-    return len(np.unique(schedule.stage[schedule.op == Op.RECOMPUTE]))
+    return planned(problem, result.schedule, result.split, family)
