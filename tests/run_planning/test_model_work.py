@@ -1,5 +1,7 @@
 """The work of layers for any size of microbatches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from penstock.run_planning.model import PlannedModel
 from penstock.run_planning.model_work import ModelWork
 from penstock.sizing.layer_work import layer_work
+from penstock.train.settings.sections import PrecisionSection
 
 LENGTH = 128
 
@@ -72,6 +75,15 @@ def test_a_layer_that_runs_once_for_each_sequence_is_counted_for_each_size():
 
     assert planned == counted
     assert lines[-1] == "microbatches of 2, checkpointing none"
+
+
+def test_autocast_computes_in_its_type_and_keeps_weights_as_they_are():
+    precision = PrecisionSection(compute="bfloat16", autocast=True)
+
+    block = ModelWork(replace(model(), precision=precision), LENGTH, print).of(1, "none")[1]
+
+    assert {product.data_type for product in block.forward.products} == {"bfloat16"}
+    assert block.parameter_bytes == block.gradient_bytes == 4 * block.num_parameters
 
 
 def test_each_count_is_made_once():

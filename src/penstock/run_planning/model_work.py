@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
+
 from penstock.run_planning.model import PlannedModel
 from penstock.simulation.costs.layer_work import LayerWork, PassWork
 from penstock.sizing.layer_work import layer_work
+from penstock.train.optimizing.precision import Precision
 from penstock.train.settings.section import Kept
 
 PASSES = ("forward", "backward_input", "backward_weight")
@@ -50,13 +53,14 @@ class ModelWork:
         key = (microbatch_size, checkpointing)
         if key not in self._counted:
             self.tell(f"counts what layers do and keep: microbatches of {microbatch_size}, checkpointing {key[1]}")
-            self._counted[key] = layer_work(
-                self.model.layers,
-                sequence_length=self.sequence_length,
-                microbatch=microbatch_size,
-                activation_checkpointing=checkpointing,
-                loss=self.model.loss,
-            )
+            with Precision(self.model.precision).region(torch.device("cpu")):
+                self._counted[key] = layer_work(
+                    self.model.layers,
+                    sequence_length=self.sequence_length,
+                    microbatch=microbatch_size,
+                    activation_checkpointing=checkpointing,
+                    loss=self.model.loss,
+                )
         return self._counted[key]
 
 
