@@ -58,8 +58,9 @@ def test_the_workspaces_of_a_family_are_those_that_a_pipeline_reports(family):
 
 
 @pytest.mark.slow
-def test_a_checkpointed_model_keeps_what_a_pipeline_reports():
-    family, split, kind = "llama", [3, 3], "full"
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_checkpointed_model_keeps_what_a_pipeline_reports(kind):
+    family, split = "llama", [3, 3]
     layers = ps.from_transformers(config_of(family, **shape_of(family)))
     works = layer_work(layers, sequence_length=LENGTH, microbatch=ROWS, split=split, activation_checkpointing=kind)
     checkpointed = with_checkpointing(list(layers), [kind] * len(layers))

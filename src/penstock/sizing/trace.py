@@ -1,7 +1,7 @@
-"""`Trace`: what the operations on tensors without values do while a layer runs: products, bytes moved, bytes that live.
+"""`Trace`: what the operations on tensors without values do while a layer runs: products and bytes moved.
 
-Operations on real tensors, such as those that make masks of the batch, are seen only for the bytes that live: a model
-makes such tensors once for all layers of a stage.
+Operations on real tensors, such as those that make masks of the batch, are no work: a model makes such tensors once for
+all layers of a stage.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.execute.observing.workspaces import StorageMeter
 from penstock.models.cutting.undocumented import KernelMode, storage_key, storage_of
 from penstock.simulation.costs.layer_work import PassWork, Product
 from penstock.sizing.products import FORMULAS, products_of
@@ -32,8 +31,6 @@ class Trace(KernelMode):  # type: ignore[misc]
     def __init__(self, counts: Callable[[Tensor], bool] = is_fake) -> None:
         """`counts` says which tensors' operations are counted."""
         super().__init__()
-        self.live = StorageMeter()
-        """The storages that operations make, on tensors with values too."""
         self.kind: list[Hashable] = []
         """The operations, with the whole numbers that they are given, and the shapes and storages of tensors."""
         self._number_by_key: dict[int | None, int] = {}
@@ -64,7 +61,6 @@ class Trace(KernelMode):  # type: ignore[misc]
         outputs = list(_tensors_in((results,)))
         input_keys = {key for tensor in inputs if (key := _key_of(tensor)) is not None}
         fresh_outputs = [tensor for tensor in outputs if _key_of(tensor) not in (None, *input_keys)]
-        self.live.note(tensor for tensor in fresh_outputs if not tensor.is_meta or is_fake(tensor))
         for tensor in fresh_outputs:  # a storage that is gone may have had this key
             self._number_by_key.pop(_key_of(tensor), None)
         if any(map(self._counts, (*inputs, *outputs))):

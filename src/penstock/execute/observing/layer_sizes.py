@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -194,6 +195,18 @@ class _StorageRecord:
 
 
 _StorageRecords = WeakValueDictionary[int, _StorageRecord]
+_note_kept: ContextVar[Callable[[Any], object] | None] = ContextVar("note_kept", default=None)
+"""Gets tensors that the forward which runs in this thread keeps; None where nobody tracks it."""
+
+
+def note_kept(tensors: Any) -> None:
+    """Tell who tracks the forward that runs of tensors that are kept for its backward, though not by autograd.
+
+    Selective checkpointing calls it with the results that it keeps: no hook of autograd shows them.
+    """
+    note = _note_kept.get()
+    if note is not None:
+        note(tensors)
 
 
 class SavedTensorTracker:
@@ -223,10 +236,18 @@ class SavedTensorTracker:
             # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
             return tensor if storage_record is None else (tensor.detach(), storage_record)
 
+        def note_storages(tensors: Any) -> None:
+            for tensor in tensors_of(tensors):
+                storage_record = self._record_storage(stage_storages, tensor)
+                if storage_record is not None:  # it goes with the storage, of which others hold other tensors
+                    finalize(local_part(tensor).untyped_storage(), lambda _: None, storage_record).atexit = False
+
+        token = _note_kept.set(partial(attempt, note_storages))
         try:
             with saved_tensors_hooks(pack, _unwrapped):
                 yield
         finally:
+            _note_kept.reset(token)
             self._walked.clear()
 
     def note_functions(self, stage: int, outputs: Any) -> None:
