@@ -86,6 +86,21 @@ def test_layers_of_equal_parameters_that_do_something_else_are_another_kind():
     assert works[2].backward_weight.flops == 2 * works[1].backward_weight.flops
 
 
+@pytest.mark.parametrize("split", [[2, 3], [5]], ids=["two stages", "one stage"])
+def test_a_module_that_is_several_layers_is_counted_in_each(split):
+    embedding, block, head = plain_layers(num_blocks=1)
+    layers = [embedding, block, block, block, head]
+
+    works = layer_work(layers, split=split, loss=loss_of, **SIZES)
+
+    layer_bytes = reported(layers, split, loss=loss_of)
+    # A report counts what waits for a weight in the first layer that has the weight.
+    assert [field for field, *_ in differences(works, layer_bytes)] == ["weight_context_bytes"]
+    assert sum(layer_bytes["weight_context_bytes"]) == sum(work.weight_context_bytes for work in works)
+    assert min(layer_bytes["backward_workspace_bytes"][1:]) > 0
+    assert works[3].parameter_bytes == 0 < works[1].activation_bytes == works[3].activation_bytes
+
+
 class Branches(nn.Module):
     """Two kinds that call the same operations on other results."""
 

@@ -71,12 +71,16 @@ class LayerSizes:
         """
         self._saved_bytes.clear()
         begin = partial(self._begin, attempt if has_workspace else None)
+        layers_by_module: defaultdict[nn.Module, list[int]] = defaultdict(list)
+        for layer, module in enumerate(stage.layers.values(), stage.first_layer):
+            layers_by_module[module].append(layer)
         with ExitStack() as stack:
-            for layer, module in self._layers.items():
-                # torch.compile would take hooks into the code of a layer, which knows no bytes.
-                enter = torch.compiler.disable(partial(attempt, begin, layer))  # type: ignore[no-untyped-call]
+            for module, layers in layers_by_module.items():
+                # torch.compile would take hooks into the code of a layer, which knows no bytes. A module that is
+                # several layers runs once for each of them, in order.
+                enter = torch.compiler.disable(partial(attempt, begin, iter(layers)))  # type: ignore[no-untyped-call]
                 leave = torch.compiler.disable(  # type: ignore[no-untyped-call]
-                    partial(attempt, self._end, layer, note_outputs)
+                    partial(attempt, self._end, note_outputs)
                 )
                 pre_hook = module.register_forward_pre_hook(enter, with_kwargs=True)
                 forward_hook = module.register_forward_hook(leave)
@@ -165,9 +169,14 @@ class LayerSizes:
         }
 
     def _begin(
-        self, attempt: Attempt | None, layer: int, module: nn.Module, inputs: Any, keywords: Mapping[str, Any]
+        self,
+        attempt: Attempt | None,
+        layers: Iterator[int],
+        module: nn.Module,
+        inputs: Any,
+        keywords: Mapping[str, Any],
     ) -> None:
-        self._layer = layer
+        layer = self._layer = next(layers, self._layer)  # it may also be called within another layer
         self._ignored_addresses.update(storages(dict(keywords)))
         if attempt is not None:
             self._workspaces.enter(layer, inputs, attempt)
@@ -177,11 +186,9 @@ class LayerSizes:
         else:
             self._grow(layer, _bytes_of(inputs), field=CHECKPOINT)
 
-    def _end(
-        self, layer: int, note_outputs: Callable[[Any], object], module: nn.Module, inputs: Any, outputs: Any
-    ) -> None:
+    def _end(self, note_outputs: Callable[[Any], object], module: nn.Module, inputs: Any, outputs: Any) -> None:
         note_outputs(outputs)
-        self._grow(layer, _bytes_of(outputs), field=MESSAGE)
+        self._grow(self._layer, _bytes_of(outputs), field=MESSAGE)
 
     def _grow(self, layer: int, num_bytes: int, *, field: str) -> None:
         self._bytes_by_layer[layer][field] = max(self._bytes_by_layer[layer][field], num_bytes)
