@@ -1,5 +1,7 @@
 """The work of layers for any size of microbatches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,9 @@ from torch import nn
 from penstock.run_planning.model import PlannedModel
 from penstock.run_planning.model_work import ModelWork
 from penstock.sizing.layer_work import layer_work
+from penstock.train.settings.sections import PrecisionSection
+
+LENGTH = 128
 
 
 def model():
@@ -16,22 +21,69 @@ def model():
     )
 
 
-def test_the_work_for_more_sequences_is_that_which_would_be_counted():
-    torch.manual_seed(0)
-    the_model, lines = model(), []
-    work = ModelWork(the_model, 8, lines.append)
+def loss_of(logits, target):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
-    extrapolated = work.of(5, "none")
 
-    counted = layer_work(the_model.layers, sequence_length=8, microbatch=5, loss=the_model.loss)
-    for layer, expected in zip(extrapolated, counted, strict=True):
-        assert layer.forward.products == expected.forward.products
-        assert layer.backward_weight.products == expected.backward_weight.products
-        assert layer.activation_bytes == expected.activation_bytes
-        assert layer.parameter_bytes == expected.parameter_bytes
-    assert [line.partition(": ")[2] for line in lines] == [
-        f"microbatches of {size}, checkpointing none" for size in (1, 2)
-    ]
+def works_of(layer, size):
+    """Return the work of a layer as it is planned for, and as it is counted, and the lines that the former tells."""
+    layers, lines = [nn.Embedding(256, 64), layer, nn.Linear(64, 256)], []
+    planned = ModelWork(PlannedModel(layers, loss_of), LENGTH, lines.append).of(size, "none")
+    counted = layer_work(layers, sequence_length=LENGTH, microbatch=size, loss=loss_of)
+    return planned[1], counted[1], [line.partition(": ")[2] for line in lines]
+
+
+def test_the_work_between_two_counts_is_that_which_would_be_counted():
+    planned, counted, lines = works_of(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), 2)
+
+    assert planned == counted
+    assert lines == [f"microbatches of {size}, checkpointing none" for size in (1, 4)]
+
+
+class Scores(nn.Module):
+    """Each token looks at those of all sequences, so that bytes grow with the square of a microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.Linear(64, 192)
+
+    def forward(self, hidden):
+        query, key, value = self.heads(hidden.flatten(0, 1)).chunk(3, -1)
+        return ((query @ key.T).softmax(-1) @ value).view_as(hidden)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_that_grow_faster_than_a_microbatch_are_not_planned_too_low(size):
+    planned, counted, _ = works_of(Scores(), size)
+
+    assert planned.activation_bytes >= counted.activation_bytes
+    assert planned.forward.products == counted.forward.products
+    assert planned.forward_workspace_bytes >= counted.forward_workspace_bytes
+
+
+class OneByOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, hidden):
+        return torch.stack([self.linear(sequence) for sequence in hidden])
+
+
+def test_a_layer_that_runs_once_for_each_sequence_is_counted_for_each_size():
+    planned, counted, lines = works_of(OneByOne(), 2)
+
+    assert planned == counted
+    assert lines[-1] == "microbatches of 2, checkpointing none"
+
+
+def test_autocast_computes_in_its_type_and_keeps_weights_as_they_are():
+    precision = PrecisionSection(compute="bfloat16", autocast=True)
+
+    block = ModelWork(replace(model(), precision=precision), LENGTH, print).of(1, "none")[1]
+
+    assert {product.data_type for product in block.forward.products} == {"bfloat16"}
+    assert block.parameter_bytes == block.gradient_bytes == 4 * block.num_parameters
 
 
 def test_each_count_is_made_once():
@@ -39,7 +91,8 @@ def test_each_count_is_made_once():
     work = ModelWork(model(), 8, lines.append)
 
     work.of(4, "none")
-    work.of(8, "none")
+    work.of(2, "none")
+    work.of(1, "none")
 
     assert len(lines) == 2
 

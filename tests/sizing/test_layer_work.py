@@ -63,8 +63,9 @@ def test_the_workspaces_of_a_family_are_those_that_a_pipeline_reports(family):
 
 
 @pytest.mark.slow
-def test_a_checkpointed_model_keeps_what_a_pipeline_reports():
-    family, split, kind = "llama", [3, 3], "full"
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_checkpointed_model_keeps_what_a_pipeline_reports(kind):
+    family, split = "llama", [3, 3]
     layers = ps.from_transformers(config_of(family, **shape_of(family)))
     works = layer_work(layers, sequence_length=LENGTH, microbatch=ROWS, split=split, activation_checkpointing=kind)
     checkpointed = with_checkpointing(list(layers), [kind] * len(layers))
@@ -140,11 +141,17 @@ def test_a_model_of_70_billion_parameters_takes_no_memory():
         (plain_layers(), {"data_type": "bf16"}, "expected a floating-point type"),
         (plain_layers(), {"split": [2, 1]}, "add up to 4"),
         (plain_layers(), {"split": [4, 0]}, "1 or more each"),
+        (plain_layers(), {"split": 4}, "split: 4; expected layers per stage"),
+        (plain_layers(), {"split": [2.0, 2.0]}, "split: .*expected layers per stage"),
+        (plain_layers(), {"split": "22"}, "split: '22'; expected layers per stage"),
+        (plain_layers(), {"activation_checkpointing": None}, "None; expected one of none, full, selective, or one for"),
         (plain_layers(), {"sequence_length": 0}, "sequence_length: 0"),
         (plain_layers(), {"microbatch": 1.5}, "microbatch: 1.5"),
+        (plain_layers(), {"sequence_length": 10**14}, "1 x 100000000000000 tokens do not fit"),
+        (plain_layers(), {"microbatch": 10**20}, "x 8 tokens do not fit"),
         (config_of("gpt2"), {"sequence_length": 65}, "65 tokens, but the model knows 64 positions"),
     ],
-    ids=range(13),
+    ids=range(19),
 )
 def test_what_cannot_be_counted_is_refused(layers, options, words):
     with pytest.raises(ConfigError, match=words):

@@ -86,6 +86,47 @@ def test_layers_of_equal_parameters_that_do_something_else_are_another_kind():
     assert works[2].backward_weight.flops == 2 * works[1].backward_weight.flops
 
 
+@pytest.mark.parametrize("split", [[2, 3], [5]], ids=["two stages", "one stage"])
+def test_a_module_that_is_several_layers_is_counted_in_each(split):
+    embedding, block, head = plain_layers(num_blocks=1)
+    layers = [embedding, block, block, block, head]
+
+    works = layer_work(layers, split=split, loss=loss_of, **SIZES)
+
+    layer_bytes = reported(layers, split, loss=loss_of)
+    # A report counts what waits for a weight in the first layer that has the weight.
+    assert [field for field, *_ in differences(works, layer_bytes)] == ["weight_context_bytes"]
+    assert sum(layer_bytes["weight_context_bytes"]) == sum(work.weight_context_bytes for work in works)
+    assert min(layer_bytes["backward_workspace_bytes"][1:]) > 0
+    assert works[3].parameter_bytes == 0 < works[1].activation_bytes == works[3].activation_bytes
+
+
+class Branches(nn.Module):
+    """Two kinds that call the same operations on other results."""
+
+    def __init__(self, is_chain):
+        super().__init__()
+        self.up, self.left, self.right, self.down = (
+            nn.Linear(*shape) for shape in ((64, 256), (256, 256), (256, 256), (256, 64))
+        )
+        self.is_chain = is_chain
+
+    def forward(self, hidden):
+        wide = self.up(hidden)
+        left = self.left(wide)
+        return self.down(left + self.right(left if self.is_chain else wide))
+
+
+def test_layers_with_other_ways_through_the_same_operations_are_another_kind():
+    layers = [plain_layers()[0], Branches(True), Branches(False), plain_layers()[-1]]
+    split = [2, 2]
+
+    works = layer_work(layers, split=split, loss=loss_of, **SIZES)
+
+    assert differences(works, reported(layers, split, loss=loss_of)) == []
+    assert works[1].weight_context_bytes > works[2].weight_context_bytes
+
+
 class Puts(nn.Module):
     def __init__(self):
         super().__init__()

@@ -7,8 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
+from penstock.execute.observing.workspaces import StorageMeter
 from penstock.models import cross_entropy_loss
-from penstock.train.activation_checkpoints import kinds_of_layers, with_checkpointing
+from penstock.train.activation_checkpoints import checkpoint_layer, kinds_of_layers, with_checkpointing
+from tests.sizing.models import LENGTH, ROWS, Block, reported
 from tests.support.reference import reference_step
 from tests.train.local_ranks import on_small_pipelines, random_batch, small_layers
 
@@ -64,6 +66,21 @@ def test_full_runs_forwards_twice_and_selective_only_what_is_cheap():
     for _, other_loss, other_gradients in others:
         assert torch.equal(other_loss, loss)
         assert all(map(torch.equal, other_gradients, gradients))
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_a_memory_report_counts_all_that_a_block_keeps(kind):
+    """Selective checkpointing keeps results where autograd does not know of them."""
+    block, meter = checkpoint_layer(Block(), kind), StorageMeter()
+    inputs = torch.randn(ROWS, LENGTH, 64, requires_grad=True)
+    with meter.watching():
+        output = block(inputs)
+    kept_bytes = meter.num_bytes() + inputs.nbytes - output.nbytes
+
+    layers = [torch.nn.Embedding(512, 64), block, torch.nn.Linear(64, 512)]
+    layer_bytes = reported(layers, [1, 2], schedule="1f1b", loss=cross_entropy_loss)
+
+    assert layer_bytes["activation_bytes"][1] == kept_bytes
 
 
 def gradients_of(pipeline):

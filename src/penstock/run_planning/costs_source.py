@@ -54,9 +54,12 @@ def roofline_source(work: ModelWork, device_name: str, within: Link) -> CostsSou
     def costs_of(microbatch_size: int, checkpointing: str) -> LayerCosts:
         key = (microbatch_size, checkpointing)
         if key not in costs_by_key:
-            layers = [_with_gradients(layer, model) for layer in work.of(microbatch_size, cast(Kept, checkpointing))]
+            layers = work.of(microbatch_size, cast(Kept, checkpointing))
             costs_by_key[key] = layer_costs(
-                layers, device, link=within, optimizer_bytes_per_parameter=_state_bytes(layers, model)
+                [replace(layer, gradient_bytes=gradient_bytes_of(model.precision, layer)) for layer in layers],
+                device,
+                link=within,
+                optimizer_bytes_per_parameter=_state_bytes(layers, model),
             )
         return costs_by_key[key]
 
@@ -72,17 +75,11 @@ def roofline_source(work: ModelWork, device_name: str, within: Link) -> CostsSou
     )
 
 
-def _with_gradients(layer: LayerWork, model: PlannedModel) -> LayerWork:
-    """Return the work of a layer with the gradients that a run of this precision keeps."""
-    parameter_bytes = layer.parameter_bytes / max(layer.num_parameters, 1)
-    per_parameter = gradient_bytes_of(model.precision, parameter_bytes)
-    return replace(layer, gradient_bytes=round(per_parameter * layer.trainable_parameters))
-
-
 def _state_bytes(layers: Sequence[LayerWork], model: PlannedModel) -> float:
-    """Return the bytes of the optimizer's state of a parameter, which all layers have alike."""
-    num_parameters = sum(layer.num_parameters for layer in layers)
-    parameter_bytes = sum(layer.parameter_bytes for layer in layers) / max(num_parameters, 1)
+    """Return the bytes of the optimizer's state of a trained parameter, which all layers have alike."""
+    num_trained = sum(layer.trainable_parameters for layer in layers)
+    # A gradient has the type of its parameter; frozen ones may have another.
+    parameter_bytes = sum(layer.gradient_bytes for layer in layers) / max(num_trained, 1)
     return optimizer_bytes_of(model.precision, model.optimizer, parameter_bytes)
 
 

@@ -42,7 +42,13 @@ class TokenBatch:
                 "expected a sequence of at most so many, or a config with more",
                 key="sequence_length",
             )
-        tokens = torch.zeros(microbatch, sequence_length, dtype=torch.int64)
+        try:
+            tokens = torch.zeros(microbatch, sequence_length, dtype=torch.int64)
+        except (RuntimeError, TypeError) as error:  # torch's words for memory, and for numbers beyond 64 bits
+            problem = f"{microbatch} x {sequence_length} tokens do not fit into this machine's memory"
+            raise ConfigError(
+                f"{problem}; expected a shorter sequence or fewer of them", key="sequence_length"
+            ) from error
         binding = batch_binding(layers)
         if binding is None:
             return cls((tokens,), {}, tokens)

@@ -101,10 +101,6 @@ class CountedStage:
         with self.sizes.watching_backward(self.stage, _called):
             torch.autograd.backward(roots, gradients)
 
-    def saved_addresses(self) -> frozenset[int]:
-        """Return the addresses of the storages that autograd keeps now for backwards of the stage."""
-        return frozenset(self._tracker.bytes_by_address(self.stage.index))
-
     def sizes_of(self, call: LayerCall) -> Mapping[str, int]:
         """Return the sizes of one layer, by the fields of `LayerCosts`."""
         return self.sizes.local_sizes(None)[str(call.index)]

@@ -52,13 +52,18 @@ def layer_work(
 
 
 def _kinds(setting: Kept | Sequence[Kept], num_layers: int) -> list[Kept]:
+    known = get_args(Kept)
+    if not isinstance(setting, Sequence):
+        raise ConfigError(
+            f"{described(setting)}; expected one of {', '.join(known)}, or one for each layer",
+            key="activation_checkpointing",
+        )
     kinds: list[Kept] = [setting] * num_layers if isinstance(setting, str) else list(setting)
     if len(kinds) != num_layers:
         raise ConfigError(
             f"{len(kinds)} entries for {num_layers} layers; give one per layer, or one word for all",
             key="activation_checkpointing",
         )
-    known = get_args(Kept)
     for kind in kinds:
         if kind not in known:
             hint = nearest(str(kind), known)
@@ -82,8 +87,9 @@ def _dtype(data_type: torch.dtype | str | None) -> torch.dtype | None:
 
 def _layers_of_stages(split: Sequence[int] | None, num_layers: int) -> list[range]:
     """Return the layers of each stage; by default each is a stage of its own. Raises: ConfigError."""
-    sizes = [1] * num_layers if split is None else list(split)
-    if sum(sizes) != num_layers or any(size < 1 for size in sizes):
+    sizes = [1] * num_layers if split is None else split
+    is_list = isinstance(sizes, Sequence) and all(isinstance(size, int) and size > 0 for size in sizes)
+    if not is_list or sum(sizes) != num_layers:
         raise ConfigError(
             f"{shortened(sizes)}; expected layers per stage, 1 or more each, that add up to {num_layers}", key="split"
         )

@@ -1,17 +1,17 @@
-"""`Trace`: what the operations on tensors without values do while a layer runs: products, bytes moved, bytes that live.
+"""`Trace`: what the operations on tensors without values do while a layer runs: products and bytes moved.
 
-Operations on real tensors, such as those that make masks of the batch, are seen only for the bytes that live: a model
-makes such tensors once for all layers of a stage.
+Operations on real tensors, such as those that make masks of the batch, are no work: a model makes such tensors once for
+all layers of a stage.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.execute.observing.workspaces import StorageMeter
 from penstock.models.cutting.undocumented import KernelMode, storage_key, storage_of
 from penstock.simulation.costs.layer_work import PassWork, Product
 from penstock.sizing.products import FORMULAS, products_of
@@ -31,10 +31,11 @@ class Trace(KernelMode):  # type: ignore[misc]
     def __init__(self, counts: Callable[[Tensor], bool] = is_fake) -> None:
         """`counts` says which tensors' operations are counted."""
         super().__init__()
-        self.live = StorageMeter()
-        """The storages that operations make, on tensors with values too."""
         self.kind: list[Hashable] = []
-        """The operations, with the shapes and the whole numbers that they are given."""
+        """The operations, with the whole numbers that they are given, and the shapes and storages of tensors."""
+        self._number_by_key: dict[int | None, int] = {}
+        """The number of each storage in `kind`, by the storage's key."""
+        self._numbers = count()
         self._counts = counts
         self._work = _Counted()
 
@@ -60,12 +61,27 @@ class Trace(KernelMode):  # type: ignore[misc]
         outputs = list(_tensors_in((results,)))
         input_keys = {key for tensor in inputs if (key := _key_of(tensor)) is not None}
         fresh_outputs = [tensor for tensor in outputs if _key_of(tensor) not in (None, *input_keys)]
-        self.live.note(tensor for tensor in fresh_outputs if not tensor.is_meta or is_fake(tensor))
+        for tensor in fresh_outputs:  # a storage that is gone may have had this key
+            self._number_by_key.pop(_key_of(tensor), None)
         if any(map(self._counts, (*inputs, *outputs))):
-            self.kind.append((operation.name, *map(_shown, (*args, *kwargs.values()))))
+            self.kind.append((operation.name, *map(self._shown, (*args, *kwargs.values(), *fresh_outputs))))
             if fresh_outputs or operation.changes_arguments:
                 self._work.add(operation, lambda: named_arguments(function, args, kwargs), inputs, outputs)
         return results
+
+    def _shown(self, value: Any) -> Hashable:
+        """Return what an argument means for the work: whole numbers, and a tensor's shape, type and storage.
+
+        Storages are numbered as they come: f(x) + f(x) and x + f(x) call the same operations, and keep other tensors.
+        """
+        if isinstance(value, Tensor):
+            key = _key_of(value)
+            if key not in self._number_by_key:
+                self._number_by_key[key] = next(self._numbers)
+            return (tuple(value.shape), value.dtype, self._number_by_key[key])
+        if isinstance(value, list | tuple):
+            return tuple(map(self._shown, value))
+        return None if isinstance(value, float) else str(value)
 
 
 class _Counted:
@@ -124,15 +140,6 @@ def _key_of(tensor: Tensor) -> int | None:
 def _bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor that are read or written; an expanded one has fewer than elements."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _shown(value: Any) -> Hashable:
-    """Return what an argument means for the work: the shape and type of a tensor, and whole numbers."""
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype)
-    if isinstance(value, list | tuple):
-        return tuple(map(_shown, value))
-    return None if isinstance(value, float) else str(value)
 
 
 def _require_in_table(table: Tensor, rows: Tensor) -> None:

@@ -5,7 +5,7 @@ as those of rotary positions, count in the first of them. The operations of the 
 of a layer. Of each kind one layer runs its backwards, for all of them.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from penstock.execute.observing.layer_sizes import (
     GRADIENT,
     MESSAGE,
     PARAMETER,
-    storages,
 )
 from penstock.execute.stages.layers import own_ties
 from penstock.execute.stages.stage import Stage
@@ -68,8 +67,6 @@ class Walk:
         self._args = batch.args
         self._skips: dict[str, Any] = {}
         self._work_by_kind: dict[Hashable, KindWork] = {}
-        self._kept_beside: dict[int, int] = {}
-        """Bytes that layers keep beside what autograd saves, by the place of the layer."""
         self._trained_ids: set[int] = set()
         """Ids of the parameters to which any layer brings a gradient; the fakes of all layers are held."""
 
@@ -90,12 +87,7 @@ class Walk:
         kinds = [self._kind_work(forward) for forward in forwards]
         sizes_by_layer = counted.sizes.local_sizes(None)
         return [
-            _layer_work(
-                forward.call,
-                kind,
-                sizes_by_layer[str(forward.call.index)],
-                self._kept_beside.get(forward.call.index, 0),
-            )
+            _layer_work(forward.call, kind, sizes_by_layer[str(forward.call.index)])
             for forward, kind in zip(forwards, kinds, strict=True)
         ]
 
@@ -116,10 +108,6 @@ class Walk:
         with _naming(item.name), trace:
             roots = passes.forward()
         self._args, self._skips = (passes.output,), self._skips | passes.held_skips
-        if item.kept == "selective":  # which keeps results beside autograd
-            self._kept_beside[index] = _bytes_beside(
-                counted.saved_addresses(), trace.live.living_bytes, (passes.output, roots)
-            )
         kind = (tuple(trace.kind), tuple(map(_shown, module.parameters())), item.kept, call.is_last)
         return _Forward(call, passes, roots, kind)
 
@@ -153,7 +141,7 @@ class Walk:
                 parameter.grad = self._fake_layers.like(parameter)
 
 
-def _layer_work(call: LayerCall, kind: KindWork, sizes: dict[str, int], kept_beside: int) -> LayerWork:
+def _layer_work(call: LayerCall, kind: KindWork, sizes: dict[str, int]) -> LayerWork:
     parameters = list(call.module.parameters())
     return LayerWork(
         name=call.name,
@@ -164,19 +152,13 @@ def _layer_work(call: LayerCall, kind: KindWork, sizes: dict[str, int], kept_bes
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sizes[PARAMETER],
         gradient_bytes=sizes[GRADIENT],
-        activation_bytes=sizes[ACTIVATION] + kept_beside,
+        activation_bytes=sizes[ACTIVATION],
         weight_context_bytes=kind.weight_context_bytes,
         message_bytes=sizes[MESSAGE],
         checkpoint_bytes=sizes[CHECKPOINT],
         forward_workspace_bytes=kind.forward_workspace_bytes,
         backward_workspace_bytes=kind.backward_workspace_bytes,
     )
-
-
-def _bytes_beside(saved: Collection[int], living_bytes: Mapping[int, int], outputs: Any) -> int:
-    """Return the bytes of what a forward has made and is still held, but neither saved by autograd nor outputs."""
-    others = living_bytes.keys() - set(saved) - storages(outputs).keys()
-    return sum(living_bytes[address] for address in others)
 
 
 def _tie(layers: Sequence[SizedLayer], modules: dict[str, nn.Module]) -> None:

@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from penstock.errors import ConfigError
+from penstock.execute.observing.layer_sizes import note_kept
 from penstock.execute.undocumented import EXPENSIVE
 from penstock.models import LayerSpec
 from penstock.train.settings.section import Kept
@@ -67,11 +73,20 @@ def checkpoint_layer(layer: nn.Module, kind: Kept) -> nn.Module:
     return layer
 
 
+def _policy(context: SelectiveCheckpointContext, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of operations that take long, and have the forward's memory counted with them."""
+    if function not in EXPENSIVE:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    if not (context.is_recompute or torch.compiler.is_compiling()):
+        note_kept(context.op_output)
+    return CheckpointPolicy.MUST_SAVE
+
+
 def _checkpoint(module: nn.Module, kind: Kept) -> None:
     forward = module.forward
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -70,12 +71,16 @@ class LayerSizes:
         """
         self._saved_bytes.clear()
         begin = partial(self._begin, attempt if has_workspace else None)
+        layers_by_module: defaultdict[nn.Module, list[int]] = defaultdict(list)
+        for layer, module in enumerate(stage.layers.values(), stage.first_layer):
+            layers_by_module[module].append(layer)
         with ExitStack() as stack:
-            for layer, module in self._layers.items():
-                # torch.compile would take hooks into the code of a layer, which knows no bytes.
-                enter = torch.compiler.disable(partial(attempt, begin, layer))  # type: ignore[no-untyped-call]
+            for module, layers in layers_by_module.items():
+                # torch.compile would take hooks into the code of a layer, which knows no bytes. A module that is
+                # several layers runs once for each of them, in order.
+                enter = torch.compiler.disable(partial(attempt, begin, iter(layers)))  # type: ignore[no-untyped-call]
                 leave = torch.compiler.disable(  # type: ignore[no-untyped-call]
-                    partial(attempt, self._end, layer, note_outputs)
+                    partial(attempt, self._end, note_outputs)
                 )
                 pre_hook = module.register_forward_pre_hook(enter, with_kwargs=True)
                 forward_hook = module.register_forward_hook(leave)
@@ -164,9 +169,14 @@ class LayerSizes:
         }
 
     def _begin(
-        self, attempt: Attempt | None, layer: int, module: nn.Module, inputs: Any, keywords: Mapping[str, Any]
+        self,
+        attempt: Attempt | None,
+        layers: Iterator[int],
+        module: nn.Module,
+        inputs: Any,
+        keywords: Mapping[str, Any],
     ) -> None:
-        self._layer = layer
+        layer = self._layer = next(layers, self._layer)  # it may also be called within another layer
         self._ignored_addresses.update(storages(dict(keywords)))
         if attempt is not None:
             self._workspaces.enter(layer, inputs, attempt)
@@ -176,11 +186,9 @@ class LayerSizes:
         else:
             self._grow(layer, _bytes_of(inputs), field=CHECKPOINT)
 
-    def _end(
-        self, layer: int, note_outputs: Callable[[Any], object], module: nn.Module, inputs: Any, outputs: Any
-    ) -> None:
+    def _end(self, note_outputs: Callable[[Any], object], module: nn.Module, inputs: Any, outputs: Any) -> None:
         note_outputs(outputs)
-        self._grow(layer, _bytes_of(outputs), field=MESSAGE)
+        self._grow(self._layer, _bytes_of(outputs), field=MESSAGE)
 
     def _grow(self, layer: int, num_bytes: int, *, field: str) -> None:
         self._bytes_by_layer[layer][field] = max(self._bytes_by_layer[layer][field], num_bytes)
@@ -194,6 +202,18 @@ class _StorageRecord:
 
 
 _StorageRecords = WeakValueDictionary[int, _StorageRecord]
+_note_kept: ContextVar[Callable[[Any], object] | None] = ContextVar("note_kept", default=None)
+"""Gets tensors that the forward which runs in this thread keeps; None where nobody tracks it."""
+
+
+def note_kept(tensors: Any) -> None:
+    """Tell who tracks the forward that runs of tensors that are kept for its backward, though not by autograd.
+
+    Selective checkpointing calls it with the results that it keeps: no hook of autograd shows them.
+    """
+    note = _note_kept.get()
+    if note is not None:
+        note(tensors)
 
 
 class SavedTensorTracker:
@@ -223,10 +243,18 @@ class SavedTensorTracker:
             # An output that its own node saves would keep the node, and so itself, alive where no backward runs.
             return tensor if storage_record is None else (tensor.detach(), storage_record)
 
+        def note_storages(tensors: Any) -> None:
+            for tensor in tensors_of(tensors):
+                storage_record = self._record_storage(stage_storages, tensor)
+                if storage_record is not None:  # it goes with the storage, of which others hold other tensors
+                    finalize(local_part(tensor).untyped_storage(), lambda _: None, storage_record).atexit = False
+
+        token = _note_kept.set(partial(attempt, note_storages))
         try:
             with saved_tensors_hooks(pack, _unwrapped):
                 yield
         finally:
+            _note_kept.reset(token)
             self._walked.clear()
 
     def note_functions(self, stage: int, outputs: Any) -> None:
