@@ -38,7 +38,10 @@ def test_a_list_of_layers_and_costs_of_them_will_do():
     [
         ({"nodes": 3}, "nodes: 4 GPUs do not divide by 3 nodes; use 2 or 4 nodes, or 3 or 6 GPUs"),
         ({"memory": "200KiB"}, r"device: layer 6 of 7 takes 416 KiB by itself"),
-        ({"memory": "530KiB", "gpus": 2}, r"gpus: no layout fits 2 devices of 530 KiB for tensors; .* would do"),
+        (
+            {"memory": "530KiB", "gpus": 2},
+            r"gpus: no layout was found that fits 2 devices of 530 KiB for tensors; .* would do",
+        ),
         ({"memory": "6 microbatches"}, "memory: 6 microbatches is no number of bytes; give such as 80GiB"),
         ({"global_batch": -8}, "global_batch: -8 of type int; expected a whole number, 1 or larger"),
         ({"sequence_length": 0}, "sequence_length: 0 of type int; expected a whole number, 1 or larger"),

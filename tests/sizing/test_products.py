@@ -57,6 +57,14 @@ def test_a_grouped_convolution_is_a_product_for_each_group():
     assert backward.flops == 2 * forward.flops
 
 
+def test_a_convolution_of_each_channel_by_itself_is_a_pass_over_its_tensors():
+    forward, backward = work_of(lambda x, w: F.conv1d(x, w, groups=4), (3, 4, 9), (4, 1, 3))
+
+    assert forward.products == backward.products == ()
+    assert forward.moved_bytes == 4 * (3 * 4 * 9 + 4 * 3 + 3 * 4 * 7)
+    assert forward.unknown == backward.unknown == ()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_is_two_products_and_five_in_a_backward_half_of_them_if_causal(is_causal):
     heads, length, size = 6, 32, 16

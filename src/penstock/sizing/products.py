@@ -133,13 +133,22 @@ def _convolution(output: Tensor, kernel: Tensor, *, is_transposed: bool, groups:
     )
 
 
+def _is_by_channel(arguments: Arguments) -> bool:
+    """Whether each channel is convolved by itself: a pass over the tensors, which no kernel computes as a product."""
+    return bool(arguments["groups"] > 1 and arguments["weight"].shape[1] == 1)
+
+
 def _forward_convolution(arguments: Arguments, outputs: Sequence[Tensor]) -> list[Product]:
+    if _is_by_channel(arguments):
+        return []
     swaps = arguments["transposed"]
     sized = arguments["input"] if swaps else outputs[0]
     return [_convolution(sized, arguments["weight"], is_transposed=swaps, groups=arguments["groups"])]
 
 
 def _backward_convolution(arguments: Arguments, outputs: Sequence[Tensor]) -> list[Product]:
+    if _is_by_channel(arguments):
+        return []
     swaps = arguments["transposed"]
     sized = arguments["input"] if swaps else arguments["grad_output"]
     product = _convolution(sized, arguments["weight"], is_transposed=swaps, groups=arguments["groups"])

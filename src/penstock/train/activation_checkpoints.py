@@ -78,7 +78,7 @@ def _policy(context: SelectiveCheckpointContext, function: Any, *args: Any, **kw
     if function not in EXPENSIVE:
         return CheckpointPolicy.PREFER_RECOMPUTE
     if not (context.is_recompute or torch.compiler.is_compiling()):
-        note_kept(context.op_output)
+        note_kept(getattr(context, "op_output", None))  # torch before 2.13 may not say it
     return CheckpointPolicy.MUST_SAVE
 
 

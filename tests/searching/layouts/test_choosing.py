@@ -74,7 +74,9 @@ def test_it_tells_what_it_does():
 
 
 def test_nothing_that_fits_is_an_error_that_says_what_would():
-    with pytest.raises(ConfigError, match=r"no layout fits 4 devices of .*holds .* on rank \d: .* would do"):
+    with pytest.raises(
+        ConfigError, match=r"no layout was found that fits 4 devices of .*holds .* on rank \d: .* would do"
+    ):
         choose_layouts(question(memory_bytes=210 * MIB, global_batch=64, microbatch_sizes=(1,)))
 
 

@@ -14,7 +14,7 @@ def text_of(asked):
 def test_it_says_what_the_fullest_rank_holds_and_how_many_devices_would_do():
     text = text_of(question(gpus=2, memory_bytes=230 * MIB, global_batch=64, **ONE_SIZE))
 
-    assert text.startswith("gpus: no layout fits 2 devices of 230 MiB for tensors; pipeline ")
+    assert text.startswith("gpus: no layout was found that fits 2 devices of 230 MiB for tensors; pipeline ")
     assert "optimizer state" in text
     assert "devices would do" in text
 
@@ -37,7 +37,7 @@ def test_a_layer_that_fits_with_checkpointing_is_not_named():
 
     text = text_of(question(gpus=1, memory_bytes=300 * MIB, costs=costs, microbatch_sizes=(1,)))
 
-    assert text.startswith("gpus: no layout fits 1 device ")
+    assert text.startswith("gpus: no layout was found that fits 1 device ")
 
 
 def test_where_no_number_of_devices_helps_it_says_what_else():

@@ -27,8 +27,8 @@ def nothing_fits(question: LayoutQuestion, problems: Sequence[LayoutProblem]) ->
     devices = count_of(question.cluster.gpus, "device")
     limit, rank = format_bytes(problems[0].limit_bytes), least.fullest_rank
     return ConfigError(
-        f"no layout fits {devices} of {limit} for tensors; {least.layout}, which needs least, "
-        f"holds {format_bytes(least.peak_bytes)} on rank {rank}: {_held(problems, least)}. {_way_out(question)}",
+        f"no layout was found that fits {devices} of {limit} for tensors; {least.layout}, which needs least of those "
+        f"tried, holds {format_bytes(least.peak_bytes)} on rank {rank}: {_held(problems, least)}. {_way_out(question)}",
         key="gpus",
     )
 
