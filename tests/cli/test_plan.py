@@ -69,7 +69,7 @@ def test_an_export_writes_its_folder(command, printed, tmp_path):
 
     assert (tmp_path / "out" / "schedule.csv").read_text().startswith("0F0")
     assert (tmp_path / "out" / "settings.toml").is_file()
-    assert "for torchtitan" in text
+    assert "written for torchtitan: out/" in text
 
 
 @pytest.mark.parametrize(

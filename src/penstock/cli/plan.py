@@ -130,7 +130,7 @@ def _write_export(plan: Any, kind: str, folder: Path, *, is_quiet: bool) -> None
         with atomic_file((folder / name).resolve()) as file:
             file.write(text.encode())
     if not is_quiet:
-        say(f"{', '.join(str(folder / name) for name in files)} are written, for {kind}")
+        say(f"written for {kind}: {', '.join(str(folder / name) for name in files)}")
 
 
 class _ProgressLines:
