@@ -91,10 +91,10 @@ def measured_source(
     Raises:
         ConfigError: costs that are not per layer, or of another number of layers or tokens of a sequence.
     """
-    layer_costs = costs if isinstance(costs, LayerCosts) else _read(costs)
-    if layer_costs.num_layers != len(model.layers):
+    measured = costs if isinstance(costs, LayerCosts) else _read(costs)
+    if measured.num_layers != len(model.layers):
         raise ConfigError(
-            f"{layer_costs.num_layers} layers, but the model has {len(model.layers)}; give the costs of this model, "
+            f"{measured.num_layers} layers, but the model has {len(model.layers)}; give the costs of this model, "
             "which penstock profile measures",
             key="costs",
         )
@@ -112,10 +112,10 @@ def measured_source(
         note = f", of microbatches of {size}"
     choices = Choices(microbatch_sizes=(size,), checkpointing=(kind,))
     return CostsSource(
-        costs_of=measured_costs(layer_costs, size, kind),
+        costs_of=measured_costs(measured, size, kind),
         choices=choices,
         seconds_range=RANGE_OF_MEASURED,
-        bytes_note=f"as {layer_costs.source or 'the costs'} says{note}",
+        bytes_note=f"as {measured.source or 'the costs'} says{note}",
         time_note="measured, within 5 % expected on an idle machine; messages and exchanges as the costs say",
     )
 

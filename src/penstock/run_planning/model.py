@@ -17,6 +17,7 @@ from penstock.hugging_face.from_transformers import from_transformers
 from penstock.hugging_face.source import folder_of, transformers
 from penstock.models import cross_entropy_loss
 from penstock.models.layer import built_on_meta
+from penstock.run_planning.run_file import new_run_settings
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.model_source import adapter_of, build_layers, pipeline_loss
 from penstock.train.optimizing.precision import Precision
@@ -123,14 +124,7 @@ def _of_run_file(path: Path, sequence_length: int) -> PlannedModel:
 def _of_source(place: str, config: RunConfig | None, base: Any, sequence_length: int) -> PlannedModel:
     settings = {"source": place}
     if config is None:
-        config = config_from_table(
-            {
-                "run": {"folder": "."},
-                "model": settings,
-                "data": {"corpus": "stdlib"},
-                "precision": {"compute": "bfloat16"},
-            }
-        )
+        config = config_from_table(new_run_settings(".", settings))
     else:
         config = _with_model(config, settings | {"transformers": ""})
     return _built(config, base, settings, sequence_length)

@@ -13,7 +13,7 @@ from penstock.run_planning.model import planned_model
 from penstock.run_planning.model_work import ModelWork
 from penstock.run_planning.run_file import run_file_text, settings_of_model
 from penstock.run_planning.run_plan import RunPlan
-from penstock.searching.layouts.choosing import choose_layouts
+from penstock.searching.layouts.choosing import choose_layouts, say_nothing
 from penstock.searching.layouts.problem import LayoutQuestion
 from penstock.searching.layouts.searched import search_layout
 from penstock.searching.question import require_number
@@ -55,7 +55,7 @@ def plan_run(
     """
     _require_numbers(sequence_length, global_batch, seconds)
     text = str(model) if isinstance(model, str | Path) else ""
-    say = tell or _say_nothing
+    say = tell or say_nothing
     cluster = cluster_of(gpus, nodes, device, _memory_bytes(memory))
     if costs is None and device is None:
         raise ConfigError("without one, give the costs of the layers, and the memory of a rank", key="device")
@@ -108,7 +108,3 @@ def _run_config(model: str, base: str | Path | None) -> RunConfig | None:
     """Return the configuration of the run file that is named, None where none is."""
     path = model if model.endswith(".toml") else base
     return None if path is None else load_config(path)
-
-
-def _say_nothing(text: str) -> None:
-    pass

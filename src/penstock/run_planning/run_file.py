@@ -30,14 +30,13 @@ def layout_settings(row: PlannedLayout, schedule_file: str) -> dict[str, dict[st
     pipeline = {
         "ranks": layout.pipeline,
         "schedule": row.family if is_family else schedule_file,
-        "options": dict(row.options) or None,
         "stages_per_rank": row.stages_per_rank if is_family else None,
         "microbatches": layout.microbatches,
         "split": list(row.split),
         "activation_checkpointing": layout.checkpointing,
     }
     # What another plan has said of the same things would contradict this one.
-    replaced = ("microbatch_size", "slices", "layers_per_stage", "memory_limit", "costs", "offload")
+    replaced = ("options", "microbatch_size", "slices", "layers_per_stage", "memory_limit", "costs", "offload")
     return {
         "pipeline": pipeline | dict.fromkeys(replaced),
         "parallel": {"data": layout.data, "shard": layout.shard, "residency": None, "look_ahead": None},

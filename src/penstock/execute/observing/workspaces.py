@@ -80,7 +80,7 @@ class StorageMeter:
 
     def __init__(self) -> None:
         self._num_bytes = self._peak_bytes = 0
-        self.living_bytes: dict[int, int] = {}
+        self._living_bytes: dict[int, int] = {}
         """Bytes of the living storages that are counted, by address."""
 
     def watching(self) -> AbstractContextManager[object]:
@@ -102,8 +102,8 @@ class StorageMeter:
         for tensor in tensors:
             storage = local_part(tensor).untyped_storage()
             address, num_bytes = address_of(storage), storage.nbytes()
-            if num_bytes and address not in self.living_bytes:
-                self.living_bytes[address] = num_bytes
+            if num_bytes and address not in self._living_bytes:
+                self._living_bytes[address] = num_bytes
                 self._num_bytes += num_bytes
                 finalize(storage, self._forget, address).atexit = False
         self._peak_bytes = max(self._peak_bytes, self._num_bytes)
@@ -115,7 +115,7 @@ class StorageMeter:
         self.note(part for part in made if address_of(part.untyped_storage()) not in arguments_addresses)
 
     def _forget(self, address: int) -> None:
-        self._num_bytes -= self.living_bytes.pop(address)
+        self._num_bytes -= self._living_bytes.pop(address)
 
 
 def meter_for(device: torch.device) -> Meter:

@@ -85,9 +85,9 @@ def best_of_savers(problem: LayoutProblem, below_s: float = math.inf) -> Planned
     return best if best is not None and best.step_s < below_s else None
 
 
-def least_of_families(problem: LayoutProblem) -> PlannedLayout:
-    """Return the plan that needs least memory, whether it fits or not."""
-    return min(_savers(problem, least=True), key=lambda plan: plan.peak_bytes)
+def least_plans(problem: LayoutProblem) -> Iterator[PlannedLayout]:
+    """Yield the plans of which one needs least memory, whether they fit or not."""
+    return _savers(problem, least=True)
 
 
 def _savers(problem: LayoutProblem, *, least: bool) -> Iterator[PlannedLayout]:

@@ -1,7 +1,7 @@
 """`PlannedLayout`: a schedule of a layout, proved, lowered and simulated with its gathers, reductions and update."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,6 @@ from penstock.planning import Plan, plan
 from penstock.searching.layouts.layout import Layout
 from penstock.searching.layouts.problem import LayoutProblem
 from penstock.simulation.costs.costs import Costs
-
-SEARCHED = "searched"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +27,7 @@ class PlannedLayout:
     split: tuple[int, ...]
     """The layers of each stage."""
     family: str = ""
-    """The family of the schedule, with its defaults; empty where it was searched."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the family."""
+    """The family of the schedule, with its defaults; empty where it is none."""
 
     @property
     def schedule(self) -> Schedule:
@@ -39,8 +35,9 @@ class PlannedLayout:
 
     @property
     def schedule_name(self) -> str:
-        """The family, or that it was searched and on which placement."""
-        return self.family or f"{SEARCHED} {self.schedule.placement.style}"
+        """The family, or what has made the schedule and on which placement; `num_recomputed` says what runs again."""
+        made_by = self.schedule.name.partition(" (")[0]  # without how, as in "searched (improved)"
+        return self.family or f"{made_by} {self.schedule.placement.style}"
 
     @property
     def num_recomputed(self) -> int:
@@ -71,9 +68,7 @@ class PlannedLayout:
         return self.rank_bytes.index(self.peak_bytes)
 
 
-def planned(
-    problem: LayoutProblem, schedule: Schedule, split: Sequence[int], family: str = "", **fields: Any
-) -> PlannedLayout:
+def planned(problem: LayoutProblem, schedule: Schedule, split: Sequence[int], family: str = "") -> PlannedLayout:
     """Prove a schedule of a layout, lower it and simulate it with these layers per stage; the limit is not looked at.
 
     Raises:
@@ -85,4 +80,4 @@ def planned(
     sharding = problem.sharding
     options: dict[str, Any] = {"shard": sharding.shard, "residency": sharding.residency}
     proved = plan(schedule, costs, optimizer_step=True, **options)
-    return PlannedLayout(problem.layout, proved, costs, tuple(split), family, **fields)
+    return PlannedLayout(problem.layout, proved, costs, tuple(split), family)

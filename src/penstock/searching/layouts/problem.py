@@ -83,11 +83,6 @@ class LayoutProblem:
         return self.costs.num_layers
 
     @property
-    def fewest_stages(self) -> int:
-        """The fewest stages of a rank that are tried."""
-        return self.layout.stages_per_rank(self.num_layers)[0]
-
-    @property
     def shards(self) -> int:
         """The parts in which replicas store what is always there."""
         return 1 if self.layout.shard == NONE else self.layout.data

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
 from penstock.errors import ConfigError, count_of
 from penstock.ir.units import format_bytes
 from penstock.searching.layouts.bounds import least_bytes
-from penstock.searching.layouts.families import best_of_families, best_of_savers, least_of_families
+from penstock.searching.layouts.families import best_of_families, best_of_savers, least_plans
 from penstock.searching.layouts.planned import PlannedLayout
 from penstock.searching.layouts.problem import Floats, LayoutProblem, LayoutQuestion
 
@@ -23,7 +24,8 @@ def nothing_fits(question: LayoutQuestion, problems: Sequence[LayoutProblem]) ->
     error = _large_layer(min(problems, key=lambda problem: _layer_bytes(problem).max()))
     if error is not None:
         return error
-    least = min(map(least_of_families, _least_by_bound(problems)), key=lambda plan: plan.peak_bytes)
+    plans = chain.from_iterable(map(least_plans, _least_by_bound(problems)))
+    least = min(plans, key=lambda plan: plan.peak_bytes)
     devices = count_of(question.cluster.gpus, "device")
     limit, rank = format_bytes(problems[0].limit_bytes), least.fullest_rank
     return ConfigError(
