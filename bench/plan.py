@@ -3,9 +3,10 @@
     python bench/plan.py [--parts time,run] [--output FILE.json]
 
 time: the processor seconds of `ps.plan_run` for Llama-3-8B on 8 devices and Llama-3-70B on 64, imports included, each
-in a process of its own; budgets of 20 and 60 s hold on an idle core. run: layers that sleep are profiled on two ranks,
-planned from these costs for 2 x 2 ranks, and trained as the plan's run file says; the median step is compared with the
-predicted one. The exchanges of replicas are next to nothing there.
+in a process of its own; budgets of 20 and 60 s are for an idle core. run: layers that sleep are profiled on two ranks,
+planned from these costs for 2 x 2 ranks, and trained as the plan's run file says, three times over; the median step is
+compared with the predicted one, and the median of the three errors counts. The exchanges of replicas are next to
+nothing there.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 BENCH = Path(__file__).parent
 BUDGETS_S = {"llama-8b on 8": 20.0, "llama-70b on 64": 60.0}
 ERROR_BUDGET = 0.05
-NUM_WARM_UP = 3
+NUM_WARM_UP, NUM_RUNS = 3, 3
 
 MODELS = {
     "llama-8b on 8": ({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}, 8, 1, 256),
@@ -136,10 +137,13 @@ def main() -> int:
                 f"{row['gap']:7.1%}  {row['best']}"
             )
     if "run" in parts:
-        row = results["run"] = measure_run()
-        print(row["plan"])
-        print(f"predicted {row['predicted_s']:.3f} s, measured {row['measured_s']:.3f} s, error {row['error']:+.1%}")
-        is_fine = is_fine and abs(float(str(row["error"]))) <= ERROR_BUDGET
+        rows = results["run"] = [measure_run() for _ in range(NUM_RUNS)]
+        print(rows[0]["plan"])
+        for row in rows:
+            print(
+                f"predicted {row['predicted_s']:.3f} s, measured {row['measured_s']:.3f} s, error {row['error']:+.1%}"
+            )
+        is_fine = is_fine and statistics.median(abs(float(str(row["error"]))) for row in rows) <= ERROR_BUDGET
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2))
     print("all budgets hold" if is_fine else "a budget is missed")

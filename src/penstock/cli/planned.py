@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from penstock.errors import count_of
-from penstock.ir.units import byte_unit, three_digits
+from penstock.ir.units import byte_unit, format_bytes, three_digits
 from penstock.run_planning.run_plan import RunLayout, RunPlan
 from penstock.show.text import format_share, time_unit
 from penstock.tables import NO_SCREEN, Column, Screen, table_text
@@ -25,7 +25,9 @@ def to_table(plan: RunPlan, screen: Screen = NO_SCREEN) -> str:
 
 def _columns(plan: RunPlan) -> list[Column]:
     unit_bytes, unit = byte_unit(plan.best.peak_bytes)
-    memory = three_digits(plan.question.cluster.memory_bytes / unit_bytes)
+    memory_bytes = plan.question.cluster.memory_bytes
+    is_alike = byte_unit(memory_bytes) == (unit_bytes, unit)
+    memory = three_digits(memory_bytes / unit_bytes) if is_alike else format_bytes(memory_bytes)
     utilization = [Column("MFU", drop_order=3)] if plan.best.flops_utilization is not None else []
     return [
         Column(""),
