@@ -44,9 +44,14 @@ def test_costs_of_whole_backwards_alone_are_bounded_too():
 
 
 def test_memory_that_forces_stages_to_run_again_takes_time():
-    tight = problem(activation_bytes=[1 << 20] * 3, limit_bytes=3 << 20)
+    equal = dict.fromkeys(("forward", "backward_input", "backward_weight"), [1] * 4)
+    roomy, tight = (
+        bound_of(problem(pipeline=4, activation_bytes=[1 << 20] * 4, limit_bytes=limit_bytes, **equal))
+        for limit_bytes in (4 << 20, 1 << 20)
+    )
 
-    assert bound_of(tight).seconds >= bound_of(problem()).seconds
+    assert tight.seconds > roomy.seconds
+    assert tight.name == "memory of all ranks"
 
 
 def test_bytes_are_those_of_the_mean_rank_or_of_one_layer():
